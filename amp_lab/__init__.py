@@ -1,0 +1,56 @@
+"""AMP Lab: helpers for a course on PyTorch Automatic Mixed Precision.
+
+    import amp_lab as lab
+    device = lab.setup()
+
+Only PyTorch is imported here. The names in `_LAZY` bring in matplotlib or ipywidgets, and are
+imported when they are first used.
+"""
+
+from importlib import import_module
+
+from .datasets import batches, fashion_mnist, shakespeare
+from .device import capabilities, setup
+from .emulation import tensor_core_emulation
+from .measure import matmul_tflops, median_ms
+from .models import SmallCNN, WordLM
+from .training import RECIPES, Recipe, Step, accuracy, train
+
+_LAZY = {
+    "LiveChart": "live",
+    "canvas": "canvas",
+    "checks": "checks",
+    "explorers": "explorers",
+    "live": "live",
+    "plots": "plots",
+}
+
+__all__ = [
+    "RECIPES",
+    "Recipe",
+    "SmallCNN",
+    "Step",
+    "WordLM",
+    "accuracy",
+    "batches",
+    "capabilities",
+    "fashion_mnist",
+    "matmul_tflops",
+    "median_ms",
+    "setup",
+    "shakespeare",
+    "tensor_core_emulation",
+    "train",
+    *_LAZY,
+]
+
+
+def __getattr__(name):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'amp_lab' has no attribute {name!r}")
+    module = import_module(f".{_LAZY[name]}", __name__)
+    return module if name == _LAZY[name] else getattr(module, name)
+
+
+def __dir__():
+    return sorted(set(globals()) | set(__all__))
