@@ -10,6 +10,7 @@ Source: matplotlib.org, "Faster rendering by using blitting".
 import io
 from collections.abc import Iterable
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -99,7 +100,7 @@ class Canvas:
             self._agg.restore_region(self._background)
         for artist in self.moving:
             self.figure.draw_artist(artist)
-        image = Image.fromarray(memoryview(self._agg.buffer_rgba())).convert("RGB")
+        image = Image.fromarray(np.asarray(self._agg.buffer_rgba())).convert("RGB")
         data = io.BytesIO()
         image.save(data, format="png", compress_level=1)
         return data.getvalue()

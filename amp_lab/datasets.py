@@ -111,7 +111,9 @@ class Corpus(NamedTuple):
             starts = torch.randint(len(tokens) - context, (size, 1), generator=generator)
             inputs = tokens[starts + offsets]
             targets = (
-                tokens[starts + offsets + 1] if every_position else tokens[starts + context].squeeze(1)
+                tokens[starts + offsets + 1]
+                if every_position
+                else tokens[starts + context].squeeze(1)
             )
             yield inputs.to(self.tokens.device), targets.to(self.tokens.device)
 
@@ -158,7 +160,9 @@ def batches(
     smaller than `size` is left for the next pass.
     """
     if not 1 <= size <= len(dataset):
-        raise ValueError(f"batches: size is {size}, expected 1 to {len(dataset)}, the examples there are")
+        raise ValueError(
+            f"batches: size is {size}, expected 1 to {len(dataset)}, the examples there are"
+        )
     if steps is not None and steps < 0:
         raise ValueError(f"batches: steps is {steps}, expected 0 or more")
     generator = torch.Generator().manual_seed(seed)

@@ -34,7 +34,10 @@ def median_ms(
 
 
 def matmul_tflops(
-    n: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", repeats: int = 20
+    n: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    repeats: int = 20,
 ) -> float:
     """Measured throughput of an n x n by n x n matrix product, in TFLOP/s.
 

@@ -22,7 +22,9 @@ class SmallCNN(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),
         )
-        self.head = nn.Sequential(nn.Flatten(), nn.Linear(64 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(64 * 7 * 7, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.features(images))
@@ -36,7 +38,9 @@ class WordLM(nn.Module):
     Source: Bengio, Ducharme, Vincent, Jauvin, "A Neural Probabilistic Language Model", JMLR 3, 2003.
     """
 
-    def __init__(self, vocabulary_size: int, context: int = 2, embedding: int = 32, hidden: int = 64):
+    def __init__(
+        self, vocabulary_size: int, context: int = 2, embedding: int = 32, hidden: int = 64
+    ):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary_size, embedding)
         self.hidden = nn.Linear(context * embedding, hidden)

@@ -35,7 +35,9 @@ class Recipe:
     def arithmetic(self, device_type: str):
         """The context manager for a whole step: FP16 on a CPU is emulated, all else is native."""
         half = torch.float16 in (self.autocast, self.parameters)
-        return tensor_core_emulation() if half and device_type == "cpu" else contextlib.nullcontext()
+        return (
+            tensor_core_emulation() if half and device_type == "cpu" else contextlib.nullcontext()
+        )
 
 
 RECIPES = {

@@ -28,7 +28,9 @@ def exercise(check: Callable) -> Callable:
         try:
             print(f"PASSED   {name}: {check(attempt)}")
         except NotImplementedError:
-            print(f"TO DO    {name}: not attempted yet. Replace the raise line, then run this cell.")
+            print(
+                f"TO DO    {name}: not attempted yet. Replace the raise line, then run this cell."
+            )
         except Hint as hint:
             print(f"NOT YET  {name}: {hint}")
         except Exception as error:

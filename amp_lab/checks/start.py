@@ -89,5 +89,7 @@ def amp_step(attempt):
         )
     reference = F.cross_entropy(model(images).float(), labels)
     if not reference < loss:
-        raise Hint("the loss did not fall after one step: is the sign or the order of steps changed?")
+        raise Hint(
+            "the loss did not fall after one step: is the sign or the order of steps changed?"
+        )
     return "forward and loss under autocast, backward outside, weights still FP32."
