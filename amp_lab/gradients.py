@@ -253,20 +253,21 @@ def _count(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _positions(x: torch.Tensor) -> torch.Tensor:
-    """The bin of every element: int64, growing with |x|; NaN comes last.
+    """The bin of every element: int32, growing with |x|; NaN comes last.
 
     In FP64 every FP32 number is normal, so its exponent and its significand can be read from its
     bits: 52 bits of significand, and above them the exponent with a bias of 1023.
     """
     magnitude = x.abs().double().clamp_(2.0**_ZERO_EXPONENT, 2.0**_INF_EXPONENT)
     bits = magnitude.view(torch.int64)
-    exponent = (bits >> 52).clamp_(max=_NAN_EXPONENT + 1023)
+    exponent = (bits >> 52).int().clamp_(max=_NAN_EXPONENT + 1023)
     significand = (bits & (2**52 - 1)).bitwise_or_(1023 << 52).view(torch.float64)  # in [1, 2)
-    distance = significand.neg_().add_(2.0).view(torch.int64)
-    # The distance's exponent and first fraction bit, then one bit that tells if more bits follow.
-    more = (distance & (2**51 - 1)).clamp_(max=1)
-    quarter = (distance >> 51).mul_(2).add_(more)
-    nearest_one = 4 * 1023  # `quarter` of distance 1, which is that of a power of two itself
+    # The distance to 2 fits in FP32: 23 bits of significand, an exponent with a bias of 127. Take
+    # that exponent and the first fraction bit, then one bit that tells whether more bits follow.
+    distance = (2.0 - significand).float().view(torch.int32)
+    more = (distance & (2**22 - 1)).clamp_(max=1)
+    quarter = (distance >> 22).mul_(2).add_(more)
+    nearest_one = 4 * 127  # `quarter` of distance 1, which is that of a power of two itself
     return exponent.sub_(_ZERO_EXPONENT + 1023).mul_(_BINS).add_(nearest_one).sub_(quarter)
 
 
