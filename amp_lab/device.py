@@ -70,8 +70,8 @@ def capabilities() -> dict:
 def summary(facts: dict) -> str:
     """Put `capabilities()` into one line for people."""
     if facts["device"] == "cuda":
-        formats = [name for name in ("fp16", "bf16") if facts[f"gpu_{name}"]]
-        fast = " and ".join(formats).upper() or "no 16-bit format"
+        formats = [name for name in ("FP16", "BF16") if facts[f"gpu_{name.lower()}"]]
+        fast = " and ".join(formats) or "no 16-bit format"
         return (
             f"cuda: {facts['gpu']}, {facts['gpu_memory_gib']} GiB, Tensor Cores for {fast}, "
             f"PyTorch {facts['torch']}"
