@@ -15,16 +15,16 @@ class _Witness(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 3)
-        self.outputs, self.autocast_in_backward, self.calls = [], False, 0
+        self.outputs, self.autocast_in_backward, self.went_backward = [], False, False
         self.linear.register_forward_hook(self._after_forward)
 
     def _after_forward(self, module, inputs, output):
-        self.calls += 1
         self.outputs.append(output.dtype)
         if output.requires_grad:
             output.register_hook(self._in_backward)
 
     def _in_backward(self, gradient):
+        self.went_backward = True
         self.autocast_in_backward |= torch.is_autocast_enabled("cpu")
 
     def forward(self, x):
@@ -37,14 +37,14 @@ def amp_step(attempt):
 
     It must return the loss. It is run on a tiny model on the CPU, whatever this machine has.
     """
-    torch.manual_seed(0)
-    model = _Witness()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = _Witness()
+        images, labels = torch.randn(16, 8), torch.randint(3, (16,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    images, labels = torch.randn(16, 8), torch.randint(3, (16,))
     before = model.linear.weight.detach().clone()
 
-    with torch.random.fork_rng():
-        loss = attempt(model, optimizer, images, labels)
+    loss = attempt(model, optimizer, images, labels)
 
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
         raise Hint("return the loss, a tensor with one number, as the FP32 step does.")
@@ -53,7 +53,7 @@ def amp_step(attempt):
             "the weights are no longer FP32. Autocast needs no .half() and no .bfloat16(): it casts "
             "copies for each operation and leaves the weights alone."
         )
-    if model.calls == 0:
+    if not model.outputs:
         raise Hint("the model was not called.")
     if torch.float16 in model.outputs:
         raise Hint(
@@ -70,8 +70,8 @@ def amp_step(attempt):
             "the logits left autocast as BF16, and the loss was computed from them in BF16. Move the "
             "loss into the autocast block, too."
         )
-    if model.linear.weight.grad is None:
-        raise Hint("the weight has no gradient after your step: is loss.backward() there?")
+    if not model.went_backward:
+        raise Hint("no gradient was computed in your step: is loss.backward() there?")
     if model.autocast_in_backward:
         raise Hint(
             "backward ran inside the autocast block. It needs no autocast: each operation's backward "
