@@ -12,11 +12,13 @@ from importlib import import_module
 from .datasets import batches, fashion_mnist, shakespeare
 from .device import capabilities, setup
 from .emulation import tensor_core_emulation
+from .formats import BF16, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
 from .measure import matmul_tflops, median_ms
 from .models import SmallCNN, WordLM
 from .training import RECIPES, Recipe, Step, accuracy, train
 
 _LAZY = {
+    "FormatExplorer": "explorers",
     "LiveChart": "live",
     "canvas": "canvas",
     "checks": "checks",
@@ -26,10 +28,17 @@ _LAZY = {
 }
 
 __all__ = [
+    "BF16",
+    "E4M3",
+    "E5M2",
+    "FP16",
+    "FP32",
+    "FloatFormat",
     "RECIPES",
     "Recipe",
     "SmallCNN",
     "Step",
+    "TF32",
     "WordLM",
     "accuracy",
     "batches",

@@ -134,7 +134,7 @@ def format_spacing(formats: list[FloatFormat], lowest: int = -30, highest: int =
         powers = [p for p in range(lowest, highest + 1) if 2.0**p <= f.max]
         gaps = [f.spacing(2.0**p) for p in powers]
         ax.step([2.0**p for p in powers], gaps, where="post", linewidth=2.5, **_format_look(f))
-        ax.text(2.0**lowest * 1.3, gaps[0] * 1.8, f.name, fontsize=12)
+        ax.text(2.0**lowest * 1.3, gaps[0] * 6, f.name, fontsize=12)
         if f.max < 2.0**highest:
             ax.plot(f.max, gaps[-1], "X", color=_format_look(f)["color"], markersize=10)
     ax.set(
