@@ -4,4 +4,5 @@ Each takes the learner's own function and prints one line: not attempted yet, pa
 that particular mistake. The exercises of one notebook share a module.
 """
 
+from .floats import *  # noqa: F403
 from .start import *  # noqa: F403
