@@ -16,6 +16,7 @@ from .formats import BF16, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
 from .measure import matmul_tflops, median_ms
 from .models import SmallCNN, WordLM
 from .training import RECIPES, Recipe, Step, accuracy, train
+from .watch import watch
 
 _LAZY = {
     "FormatExplorer": "explorers",
@@ -50,6 +51,7 @@ __all__ = [
     "shakespeare",
     "tensor_core_emulation",
     "train",
+    "watch",
     *_LAZY,
 ]
 
