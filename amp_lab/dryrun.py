@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -48,10 +48,10 @@ class DryRun:
         after that.
         """
 
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
+        def fake(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
             new_dtype = dtype if dtype and tensor.dtype in CAST_BY_AUTOCAST else tensor.dtype
             twin = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=new_dtype, device=self.device_type
+                tensor.size(), tensor.stride(), dtype=new_dtype, device=device
             )
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(twin, tensor.requires_grad)
@@ -59,9 +59,14 @@ class DryRun:
 
         with self.mode:
             if isinstance(value, nn.Module):
-                twins = {id(t): fake(t) for t in chain(value.parameters(), value.buffers())}
+                own = {id(t): t for t in chain(value.parameters(), value.buffers())}
+                twins = {key: fake(t, self.device_type) for key, t in own.items()}
+                # Like `module.to`, this leaves tensors that are neither on their device.
+                for attribute in tree_leaves([vars(module) for module in value.modules()]):
+                    if isinstance(attribute, torch.Tensor) and id(attribute) not in own:
+                        twins[id(attribute)] = fake(attribute, attribute.device)
                 return copy.deepcopy(value, twins)
-            return tree_map_only(torch.Tensor, fake, value)
+            return tree_map_only(torch.Tensor, lambda t: fake(t, self.device_type), value)
 
 
 @contextmanager

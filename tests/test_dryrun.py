@@ -145,6 +145,14 @@ def test_recurrent_layers(rnn):
         assert out.shape == (5, 2, 32)
 
 
+def test_fused_gru_cell_gives_state_and_workspace():
+    """Shapes of `_thnn_fused_gru_cell` in aten/src/ATen/native/cuda/RNN.cu: five times the state."""
+    with dry_run():
+        gates, state = torch.empty(3, 24, device="cuda"), torch.empty(3, 8, device="cuda")
+        new, workspace = torch.ops.aten._thnn_fused_gru_cell(gates, gates, state)
+    assert new.shape == state.shape and workspace.shape == (3, 5 * 8)
+
+
 # --- torch.autocast inside ---------------------------------------------------------------------
 
 
@@ -218,6 +226,8 @@ def test_dry_runs_nest():
             assert (square("cpu") @ square("cpu")).dtype == torch.bfloat16
             assert (x @ x).dtype == torch.float16
         assert (x @ x).dtype == torch.float16
+        with torch.autocast("cuda", torch.bfloat16):
+            assert (x @ x).dtype == torch.bfloat16
 
 
 def test_dry_run_in_a_fake_mode_of_your_own():

@@ -112,6 +112,17 @@ image = torch.empty(2, 4, 8, 8)
 sequence = torch.empty(3, 4, 8)
 
 
+class DotWithWeight(nn.Module):
+    """Mixed only by its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return torch.dot(x, self.weight)
+
+
 @pytest.mark.parametrize(
     "module, args, on_cuda, on_cpu",
     [
@@ -123,6 +134,7 @@ sequence = torch.empty(3, 4, 8)
         (nn.GRU(8, 8), (sequence,), Policy.LOWER_PRECISION, Policy.LOWER_PRECISION),
         (nn.MultiheadAttention(8, 2), (sequence,) * 3, *[Policy.LOWER_PRECISION] * 2),
         (nn.Embedding(8, 8), (torch.zeros(3, dtype=torch.long),), *[Policy.AS_INPUT] * 2),
+        (DotWithWeight(), (x[0],), Policy.WIDEST, Policy.AS_INPUT),
         (nn.BCELoss(), (x, x), Policy.BANNED, Policy.FP32),
         (nn.Linear(8, 8).double(), (x.double(),), Policy.AS_INPUT, Policy.AS_INPUT),
     ],
@@ -135,9 +147,18 @@ def test_modules(module, args, on_cuda, on_cpu):
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 
+def own_mixed_precision(x):
+    """Without autocast it casts by itself, as some of PyTorch's own functions do for FP32."""
+    if torch.is_autocast_enabled("cuda"):
+        return F.linear(x, x)
+    return F.linear(x.half(), x.half()).float()
+
+
 @pytest.mark.parametrize(
     "fn, args, expected",
     [
+        # What comes out counts before the kernels do.
+        (own_mixed_precision, (x,), Policy.LOWER_PRECISION),
         # The result tells nothing; the kernels do.
         (lambda x: F.linear(x, x).float(), (x,), Policy.LOWER_PRECISION),
         (lambda x: x.softmax(-1).argmax(-1), (x,), Policy.FP32),
@@ -322,10 +343,14 @@ def test_mixed_inputs(cuda, cpu):
         torch.mv(torch.zeros(2, 2), torch.zeros(2).half())
     assert cuda["index_add"].mixed == "?" and "the CPU's: raises" in cuda["index_add"].note
     assert cuda["exp"].mixed == ""
+    # Real kernels of this CPU: FP32 input with FP16 weight gives FP32, the other way round FP16.
+    assert cpu["rms_norm"].mixed == "FP32 or FP16"
+    assert cpu["rms_norm"].note == "its first input decides"
 
 
 def test_kernels(cuda, cpu):
     assert cuda["exp"].kernels == ("exp",)
+    assert cuda["mm"].kernels == ("mm",)  # and not the casts before it
     assert "_thnn_fused_lstm_cell" in cuda["lstm_cell"].kernels
     assert "_thnn_fused_lstm_cell" not in cpu["lstm_cell"].kernels
 
