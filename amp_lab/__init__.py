@@ -13,14 +13,19 @@ from .datasets import batches, fashion_mnist, shakespeare
 from .device import capabilities, setup
 from .emulation import tensor_core_emulation
 from .formats import BF16, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
-from .measure import matmul_tflops, median_ms
+from .gradients import ExponentHistogram
+from .measure import matmul_tflops, median_ms, peak_memory, saved_bytes
+from .measurements import make_step
 from .models import SmallCNN, WordLM
+from .recordings import recordings
+from .scaler import LossScaler
 from .training import RECIPES, Recipe, Step, accuracy, train
 from .watch import watch
 
 _LAZY = {
     "FormatExplorer": "explorers",
     "LiveChart": "live",
+    "ScaleExplorer": "explorers",
     "canvas": "canvas",
     "checks": "checks",
     "explorers": "explorers",
@@ -32,9 +37,11 @@ __all__ = [
     "BF16",
     "E4M3",
     "E5M2",
+    "ExponentHistogram",
     "FP16",
     "FP32",
     "FloatFormat",
+    "LossScaler",
     "RECIPES",
     "Recipe",
     "SmallCNN",
@@ -45,8 +52,12 @@ __all__ = [
     "batches",
     "capabilities",
     "fashion_mnist",
+    "make_step",
     "matmul_tflops",
     "median_ms",
+    "peak_memory",
+    "recordings",
+    "saved_bytes",
     "setup",
     "shakespeare",
     "tensor_core_emulation",

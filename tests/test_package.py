@@ -21,9 +21,11 @@ FLOORS = {
     "emulation": 1,
     "gradients": 1,
     "measure": 1,
+    "recordings": 1,
     "policy": 2,
     "scaler": 2,
     "training": 2,
+    "measurements": 3,
     "canvas": 3,
     "plots": 4,
     "live": 4,
@@ -76,7 +78,9 @@ def test_importing_the_package_imports_no_plotting_and_no_widgets():
 
 
 def test_every_public_name_can_be_had():
-    assert run("import amp_lab as lab; print(all(hasattr(lab, n) for n in lab.__all__))") == "True\n"
+    assert (
+        run("import amp_lab as lab; print(all(hasattr(lab, n) for n in lab.__all__))") == "True\n"
+    )
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         import amp_lab
 
@@ -94,7 +98,15 @@ def test_every_public_name_has_a_docstring():
 
 TEXTS = [
     path
-    for pattern in ("*.md", "*.toml", "*.txt", "amp_lab/**/*.py", "tests/*", "data/*.*", "notebooks/*")
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "*.txt",
+        "amp_lab/**/*.py",
+        "tests/*",
+        "data/*.*",
+        "notebooks/*",
+    )
     for path in ROOT.glob(pattern)
     if path.suffix in {".md", ".toml", ".txt", ".py", ".csv", ".cfg", ".ipynb", ".json"}
 ]
