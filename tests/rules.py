@@ -180,7 +180,11 @@ def pictures(notebook):
 
 def cell_ids(notebook):
     ids = [cell.get("id") for cell in notebook.cells]
-    return [] if None not in ids and len(set(ids)) == len(ids) else ["cell ids are missing or repeated"]
+    return (
+        []
+        if None not in ids and len(set(ids)) == len(ids)
+        else ["cell ids are missing or repeated"]
+    )
 
 
 RULES = (

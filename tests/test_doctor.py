@@ -104,5 +104,7 @@ def test_a_command_is_needed(capsys):
 
 
 def test_it_runs_as_a_module():
-    result = subprocess.run([sys.executable, "-m", "amp_lab", "--help"], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "amp_lab", "--help"], capture_output=True, text=True
+    )
     assert result.returncode == 0 and "doctor" in result.stdout

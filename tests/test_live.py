@@ -1,8 +1,12 @@
+import base64
 import io
+import re
 import time
 
 import numpy as np
 import pytest
+from nbconvert import HTMLExporter
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from PIL import Image
 
 import amp_lab as lab
@@ -62,6 +66,17 @@ def test_a_canvas_shows_itself_as_a_picture_with_words():
     data, metadata = Canvas(figure, "Empty axes.")._repr_mimebundle_()
     assert data["text/plain"] == "Empty axes." == metadata["image/png"]["alt"]
     assert data["image/png"].startswith(b"\x89PNG")
+
+
+def test_the_text_becomes_the_alternative_text_of_an_exported_page():
+    figure, _ = new_figure(4, 3)
+    data, metadata = Canvas(figure, "Empty axes.")._repr_mimebundle_()
+    data["image/png"] = base64.b64encode(data["image/png"]).decode()
+    output = new_output("display_data", data, metadata=metadata)
+    page, _ = HTMLExporter(template_name="classic").from_notebook_node(
+        new_notebook(cells=[new_code_cell("canvas", outputs=[output])])
+    )
+    assert re.search(r'<img[^>]*alt="Empty axes\."', page)
 
 
 def test_precisions_look_different_in_more_than_color():
@@ -124,7 +139,9 @@ def test_values_that_are_not_finite_leave_a_gap(screen, bad):
     assert values[0] == 1.0 and np.isnan(values[1]) and values[2] == 2.0
 
 
-@pytest.mark.parametrize("options", [{"smooth": 1.0}, {"smooth": -0.1}, {"budget": 0}, {"budget": 2}])
+@pytest.mark.parametrize(
+    "options", [{"smooth": 1.0}, {"smooth": -0.1}, {"budget": 0}, {"budget": 2}]
+)
 def test_nonsense_is_refused(options):
     with pytest.raises(ValueError, match="expected"):
         lab.LiveChart("loss", **options)

@@ -234,8 +234,11 @@ def test_a_rule_refuses_a_bad_sample(rule, fault):
 
 
 def test_every_rule_has_a_bad_sample():
-    tested = {mark.args[1][i][0] for mark in test_a_rule_refuses_a_bad_sample.pytestmark
-              for i in range(len(mark.args[1]))}
+    tested = {
+        mark.args[1][i][0]
+        for mark in test_a_rule_refuses_a_bad_sample.pytestmark
+        for i in range(len(mark.args[1]))
+    }
     assert tested == set(rules.RULES)
 
 
