@@ -2,10 +2,14 @@
 
 import math
 
+import numpy as np
 import torch
+from matplotlib.patches import FancyBboxPatch
 
-from .canvas import BLACK, BLUE, ORANGE, RED, SKY, Canvas, look, new_figure
+from .canvas import BLACK, BLUE, GREEN, ORANGE, RED, SKY, Canvas, look, new_figure
 from .formats import FloatFormat
+from .gradients import ExponentHistogram
+from .zones import count_in_powers_of_two, draw_zones, percent, zones
 
 
 def gallery(images: torch.Tensor, labels: torch.Tensor, classes: tuple[str, ...]) -> Canvas:
@@ -159,3 +163,419 @@ def weights(history: dict[str, list[float]]) -> Canvas:
     ax.set(xlabel="step", ylabel="weight")
     ax.grid(alpha=0.3)
     return Canvas(figure, f"Lines: the weight after each step in {', '.join(history)}.")
+
+
+def exponent_histograms(
+    histograms: dict[str, ExponentHistogram],
+    f: FloatFormat,
+    what: str,
+    lowest: int = -50,
+    highest: int = 20,
+) -> Canvas:
+    """One histogram of exponents a row, by name, above the zones of a format.
+
+    `what` says what was counted: "gradients", say. Each row is scaled to its own highest bar; at its
+    right stands the share that the format flushes to zero. The x-axis runs from 2**lowest to
+    2**highest.
+    """
+    figure, ax = new_figure(10, 1.3 + 0.42 * len(histograms))
+    ax.set_xlim(lowest, highest)
+    draw_zones(ax, f)
+    for row, histogram in enumerate(histograms.values()):
+        if histogram.nonzero:
+            edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
+            heights = 0.85 * histogram.counts / histogram.counts.max()
+            ax.stairs(row - heights, edges, baseline=row, fill=True, color=BLUE, zorder=2)
+        ax.axhline(row, color="#808080", linewidth=0.6, zorder=1)
+        lost = percent(histogram.fraction_lost(f))
+        ax.text(highest + 1, row, f"{lost} lost", fontsize=12, va="bottom", clip_on=False)
+    ax.set_ylim(len(histograms) - 0.8, -1.2)
+    ax.set_yticks(range(len(histograms)), histograms, fontsize=11)
+    ax.tick_params(axis="y", length=0)
+    count_in_powers_of_two(ax)
+    ax.set_xlabel(f"magnitude of the {what}, on the number line of {f.name}")
+    return Canvas(
+        figure,
+        f"Histograms of the {what} by power of two, above the zones of {f.name}, for "
+        f"{', '.join(histograms)}.",
+    )
+
+
+def format_windows(histogram: ExponentHistogram, formats: list[FloatFormat], what: str) -> Canvas:
+    """One histogram of exponents above the ranges of formats, subnormal numbers drawn thinner."""
+    figure, (ax, ranges) = new_figure(
+        10, 3.0 + 0.4 * len(formats), nrows=2, sharex=True, height_ratios=[2, len(formats)]
+    )
+    edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
+    ax.stairs(histogram.counts, edges, fill=True, color=BLUE)
+    ax.set(ylabel=f"{what}", xlim=(-150, 130), yticks=[])
+    for row, f in enumerate(formats):
+        _, subnormal, normal, _ = zones(f)
+        color = _format_look(f)["color"]
+        ranges.plot([subnormal.low, normal.low], [row, row], color=color, linewidth=4)
+        ranges.plot([normal.low, normal.high], [row, row], color=color, linewidth=14)
+    ranges.set_ylim(len(formats) - 0.4, -0.6)
+    ranges.set_yticks(range(len(formats)), [f.name for f in formats], fontsize=12)
+    ranges.tick_params(axis="y", length=0)
+    ranges.set_xlabel("magnitude (thick: normal numbers, thin: subnormal numbers)")
+    ranges.grid(axis="x", alpha=0.3)
+    count_in_powers_of_two(ranges, 20)
+    names = ", ".join(f.name for f in formats)
+    return Canvas(figure, f"A histogram of the {what}, above the ranges of {names}.")
+
+
+def lost_by_divisor(
+    histograms: dict[str, ExponentHistogram], f: FloatFormat, most: int = 10
+) -> Canvas:
+    """Lines: share of gradients that are flushed to zero when the loss is divided by 1 to 2**most."""
+    figure, ax = new_figure(9, 3.8)
+    divisors = [2**n for n in range(most + 1)]
+    for index, (name, histogram) in enumerate(histograms.items()):
+        shares = [100 * histogram.fraction_lost(f, 1 / d) for d in divisors]
+        ax.plot(divisors, shares, label=name, linewidth=2.5, markersize=8, **look(name, index))
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(divisors, divisors)
+    ax.set(
+        xlabel="the loss is divided by",
+        ylabel=f"flushed to zero in {f.name} (%)",
+        ylim=(-4, 104),
+    )
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=12, handlelength=4)
+    return Canvas(
+        figure,
+        f"Lines: share of gradients that {f.name} flushes to zero by the divisor of the loss, for "
+        f"{', '.join(histograms)}.",
+    )
+
+
+def scale_history(scales: list[float], skipped: list[bool]) -> Canvas:
+    """A staircase of the loss scale at each step, with the skipped steps marked by crosses."""
+    figure, ax = new_figure(9, 3.6)
+    steps = range(len(scales))
+    powers = [math.log2(scale) for scale in scales]
+    ax.step(steps, powers, where="mid", color=BLUE, linewidth=2.5, label="scale that was used")
+    crosses = [i for i in steps if skipped[i]]
+    ax.plot(
+        crosses, [powers[i] for i in crosses], "X", color=RED, markersize=11,
+        label="overflow: step skipped, scale halved",
+    )  # fmt: skip
+    low, high = math.floor(min(powers)), math.ceil(max(powers))
+    ax.set_yticks(range(low, high + 1, max(1, (high - low) // 6)))
+    ax.yaxis.set_major_formatter(lambda power, _: f"$2^{{{power:.0f}}}$")
+    ax.set(xlabel="step", ylabel="loss scale")
+    ax.margins(y=0.15)
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=12)
+    return Canvas(
+        figure, "A staircase: the loss scale at each step, skipped steps marked by crosses."
+    )
+
+
+def _box(ax, x, y, text, width, height, color):
+    ax.add_patch(
+        FancyBboxPatch(
+            (x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0.05",
+            facecolor=color, edgecolor=BLACK, linewidth=1.5,
+        )
+    )  # fmt: skip
+    ax.text(x, y, text, ha="center", va="center", fontsize=12)
+
+
+def _arrow(ax, start, end, text="", at=None, curve=0.0, **style):
+    ax.annotate(
+        "", end, start,
+        arrowprops={"arrowstyle": "-|>", "linewidth": 1.8, "color": BLACK, "mutation_scale": 18,
+                    "shrinkA": 0, "shrinkB": 0, "connectionstyle": f"arc3,rad={curve}"} | style,
+    )  # fmt: skip
+    if text:
+        ax.text(*at, text, fontsize=12, ha="center", va="center", backgroundcolor="white")
+
+
+def _diagram(width: float, height: float):
+    figure, ax = new_figure(width, height)
+    ax.set(xlim=(0, width), ylim=(0, height))
+    ax.set_axis_off()
+    return figure, ax
+
+
+def scale_state_diagram() -> Canvas:
+    """The decision that dynamic loss scaling takes after each backward pass."""
+    figure, ax = _diagram(10, 4.4)
+    blue, red, gray = "#D6E8F4", "#F9DDCB", "#EEEEEE"
+    _box(ax, 1.35, 2.2, "loss x scale\nbackward", 2.1, 0.9, gray)
+    _box(ax, 4.2, 2.2, "every gradient\nfinite?", 2.1, 0.9, gray)
+    _box(ax, 7.9, 3.5, "divide by scale, step\ncount + 1", 3.0, 0.9, blue)
+    _box(ax, 7.9, 2.2, "if count = interval:\nscale x 2, count = 0", 3.0, 0.9, blue)
+    _box(ax, 7.9, 0.7, "skip the step\nscale x 1/2, count = 0", 3.0, 0.9, red)
+    _arrow(ax, (2.45, 2.2), (3.05, 2.2))
+    _arrow(ax, (4.6, 2.7), (6.3, 3.5), "yes", (5.2, 3.3))
+    _arrow(ax, (4.6, 1.7), (6.3, 0.7), "no: inf or NaN", (5.2, 0.95))
+    _arrow(ax, (7.9, 3.0), (7.9, 2.7))
+    ax.plot([9.45, 9.8, 9.8, 9.45], [3.5, 3.5, 0.7, 0.7], color=BLACK, linewidth=1.8)
+    ax.plot([9.45, 9.8], [2.2, 2.2], color=BLACK, linewidth=1.8)
+    ax.plot([9.8, 9.8, 1.35], [0.7, 0.1, 0.1], color=BLACK, linewidth=1.8)
+    _arrow(ax, (1.35, 0.1), (1.35, 1.7), "next batch", (1.35, 0.9))
+    return Canvas(
+        figure,
+        "Diagram: after a backward pass with finite gradients divide, step and count, and grow the "
+        "scale when the count is full; otherwise skip the step and halve the scale.",
+    )
+
+
+def optimizer_stage_diagram() -> Canvas:
+    """What a scaler remembers about each optimizer between two calls of `update`."""
+    figure, ax = _diagram(10, 3.0)
+    fill = "#D6E8F4"
+    _box(ax, 1.4, 1.7, "READY", 1.9, 0.8, fill)
+    _box(ax, 5.0, 1.7, "UNSCALED", 1.9, 0.8, fill)
+    _box(ax, 8.6, 1.7, "STEPPED", 1.9, 0.8, fill)
+    _arrow(ax, (2.4, 1.7), (4.0, 1.7), "unscale_", (3.2, 1.95))
+    _arrow(ax, (6.0, 1.7), (7.6, 1.7), "step", (6.8, 1.95))
+    _arrow(ax, (1.4, 2.15), (8.6, 2.15), "step (unscales by itself)", (5.0, 2.78), curve=-0.16)
+    _arrow(ax, (8.6, 1.25), (1.4, 1.25), "update", (5.0, 0.62), curve=-0.16)
+    ax.text(5.0, 0.1, "unscale_ or step again, before update: an error", ha="center", fontsize=12)
+    return Canvas(
+        figure,
+        "Diagram: an optimizer goes from ready to unscaled to stepped, and back to ready at update; "
+        "step goes from ready to stepped in one move.",
+    )
+
+
+# ---- Tensor Cores --------------------------------------------------------------------------------
+
+_PRECISION_LOOKS = {"fp16": "fp16 + GradScaler"}
+
+
+def _precision_look(name: str) -> dict:
+    return look(_PRECISION_LOOKS.get(name, name))
+
+
+def running_sums(sums: dict[str, list[float]], exact: list[float]) -> Canvas:
+    """Lines: a running sum by the number of terms, for each way to accumulate, and the exact one."""
+    figure, ax = new_figure(9, 4.2)
+    ax.plot(exact, color="#BBBBBB", linewidth=8, label="exact", solid_capstyle="butt")
+    for index, (name, values) in enumerate(sums.items()):
+        style = look(name, index) | {"marker": ""}
+        ax.plot(values, linewidth=2.5, label=name, **style)
+    ax.set(xlabel="numbers added", ylabel="running sum")
+    ax.legend(frameon=False, fontsize=12, handlelength=4)
+    ax.grid(alpha=0.3)
+    return Canvas(figure, f"Lines: a running sum, exact and accumulated by {', '.join(sums)}.")
+
+
+def dot_product_error(lengths: list[int], errors: dict[str, list[float]]) -> Canvas:
+    """Lines: mean relative error of dot products by their length, for each way to accumulate."""
+    figure, ax = new_figure(9, 4.6)
+    for index, (name, values) in enumerate(errors.items()):
+        ax.plot(lengths, values, linewidth=2.5, markersize=7, label=name, **look(name, index))
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="length of the dot product",
+        ylabel="relative error (mean)",
+    )
+    ax.set_xscale("log", base=2)
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=12, handlelength=4)
+    return Canvas(figure, f"Lines: error of dot products by length, for {', '.join(errors)}.")
+
+
+def throughput(rows: list[dict], title: str = "") -> Canvas:
+    """Lines: measured TFLOP/s by matrix size, for each dtype.
+
+    `rows` are dictionaries with "n", "dtype" ("fp32", "tf32", "fp16", "bf16") and "tflops".
+    """
+    figure, ax = new_figure(9, 4.4)
+    for name in ("fp32", "tf32", "fp16", "bf16"):
+        points = sorted((row["n"], row["tflops"]) for row in rows if row["dtype"] == name)
+        if points:
+            style = _precision_look(name)
+            ax.plot(*zip(*points, strict=True), linewidth=2.5, label=name.upper(), **style)
+    ax.set(yscale="log", xlabel="matrix size n", ylabel="TFLOP/s", title=title)
+    ax.set_xscale("log", base=2)
+    ax.grid(alpha=0.3, which="both", axis="y")
+    ax.legend(frameon=False, fontsize=12, handlelength=4)
+    return Canvas(figure, "Lines: measured throughput of n x n matrix products by size and dtype.")
+
+
+def gpu_peaks(gpus: list) -> Canvas:
+    """Bars on a logarithmic axis: peak TFLOP/s of each GPU in FP32, TF32 and FP16."""
+    figure, ax = new_figure(9, 4.4)
+    kinds = {"FP32": "fp32", "TF32": "tf32", "FP16": "fp16"}
+    hatches = {"FP32": "", "TF32": "...", "FP16": "//"}
+    for place, (label, kind) in enumerate(kinds.items()):
+        positions = [i + 0.27 * (place - 1) for i, gpu in enumerate(gpus) if getattr(gpu, kind)]
+        peaks = [getattr(gpu, kind) / 1e12 for gpu in gpus if getattr(gpu, kind)]
+        color = _precision_look(kind)["color"] if kind != "fp32" else "#999999"
+        ax.bar(
+            positions,
+            peaks,
+            0.25,
+            color=color,
+            hatch=hatches[label],
+            edgecolor="white",
+            label=label,
+        )
+        for x, peak in zip(positions, peaks, strict=True):
+            ax.text(x, peak * 1.08, f"{peak:.3g}", ha="center", fontsize=9)
+    ax.set_xticks(range(len(gpus)), [gpu.name for gpu in gpus], fontsize=12)
+    ax.set(yscale="log", ylabel="peak TFLOP/s, dense")
+    ax.legend(frameon=False, fontsize=12, loc="upper left")
+    names = ", ".join(gpu.name for gpu in gpus)
+    return Canvas(figure, f"Bars: peak rates in FP32, TF32 and FP16 of {names}.")
+
+
+def roofline(gpu, operations: dict[str, float]) -> Canvas:
+    """The roofs of one GPU in FP32 and FP16, and where operations lie under the FP16 roof.
+
+    `operations` maps names to arithmetic intensities, in FLOP per byte.
+
+    Source: Williams, Waterman, Patterson, "Roofline", Communications of the ACM 52(4), 2009.
+    """
+    figure, ax = new_figure(9, 4.8)
+    lowest, highest = 0.05, 4000.0
+    for label, kind, peak in (("FP32", "fp32", gpu.fp32), ("FP16, Tensor Cores", "fp16", gpu.fp16)):
+        ridge = peak / gpu.bandwidth
+        xs = [lowest, ridge, highest]
+        ys = [min(peak, x * gpu.bandwidth) / 1e12 for x in xs]
+        style = _precision_look(kind) | {"marker": ""}
+        ax.plot(xs, ys, linewidth=3, label=f"{label}: {peak / 1e12:.0f} TFLOP/s", **style)
+        ax.plot(ridge, peak / 1e12, "o", color=style["color"], markersize=8)
+    for number, intensity in enumerate(operations.values(), start=1):
+        reach = min(gpu.fp16, intensity * gpu.bandwidth) / 1e12
+        ax.plot([intensity] * 2, [1e-3, reach], color="#999999", linestyle=":", linewidth=1.5)
+        ax.plot(intensity, reach, "D", color=RED, markersize=9)
+        ax.text(intensity * 0.82, reach * 1.15, str(number), fontsize=12, ha="right")
+    key = "\n".join(f"{i}  {name}" for i, name in enumerate(operations, start=1))
+    ax.text(0.985, 0.06, key, transform=ax.transAxes, ha="right", fontsize=11, linespacing=1.5,
+            bbox={"facecolor": "white", "edgecolor": "#CCCCCC"})  # fmt: skip
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlim=(lowest, highest),
+        ylim=(0.05, 3 * gpu.fp16 / 1e12),
+        xlabel="arithmetic intensity, FLOP per byte of memory traffic",
+        ylabel="attainable TFLOP/s",
+        title=f"{gpu.name}: {gpu.bandwidth / 1e12:.3g} TB/s",
+    )
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False, fontsize=12, loc="upper left", handlelength=4)
+    names = ", ".join(operations)
+    return Canvas(figure, f"Roofline of {gpu.name} in FP32 and FP16 with {names} under it.")
+
+
+def tile_efficiency(tile: int, sizes: list[int]) -> Canvas:
+    """Line: share of useful work when an n x n result is computed in whole tile x tile tiles."""
+    figure, ax = new_figure(9, 3.6)
+    shares = [100 * (n / (tile * math.ceil(n / tile))) ** 2 for n in sizes]
+    ax.plot(sizes, shares, color=BLUE, linewidth=2)
+    ax.set(xlabel="matrix size n", ylabel="useful work, %", ylim=(0, 105))
+    ax.grid(alpha=0.3)
+    return Canvas(figure, f"A sawtooth: the share of useful work in {tile} x {tile} tiles by size.")
+
+
+# ---- speed and memory ----------------------------------------------------------------------------
+
+
+def memory_bars(parts: dict[str, dict[str, int]], title: str = "") -> Canvas:
+    """Stacked bars, one a precision: bytes of weights, gradients, optimizer state, activations."""
+    figure, ax = new_figure(9, 1.4 + 0.75 * len(parts))
+    looks = [(BLUE, ""), (SKY, "//"), (ORANGE, ".."), (RED, "xx"), ("#999999", "--")]
+    kinds = list(next(iter(parts.values())))
+    longest = max(sum(sizes.values()) for sizes in parts.values())
+    for row, sizes in enumerate(parts.values()):
+        left = 0.0
+        for (color, hatch), kind in zip(looks, kinds, strict=False):
+            size = sizes[kind] / 2**20
+            label = kind if row == 0 else None
+            ax.barh(row, size, 0.6, left, color=color, hatch=hatch, edgecolor="white", label=label)
+            left += size
+        ax.text(left + 0.01 * longest / 2**20, row, f"{left:.1f} MiB", va="center", fontsize=12)
+    ax.set_yticks(range(len(parts)), parts, fontsize=12)
+    ax.set(xlabel="MiB", xlim=(0, 1.15 * longest / 2**20), title=title)
+    ax.invert_yaxis()
+    ax.legend(frameon=False, fontsize=11, ncols=len(kinds), loc="upper center",
+              bbox_to_anchor=(0.45, -0.32))  # fmt: skip
+    names = ", ".join(parts)
+    return Canvas(figure, f"Stacked bars: {', '.join(kinds)} in MiB, for {names}.")
+
+
+def speedup_grid(
+    ratios: dict[tuple[int, int], float], what: str = "FP32 time / AMP time"
+) -> Canvas:
+    """A table in colors: a ratio for each (width, batch); above 1 AMP wins."""
+    widths = sorted({width for width, _ in ratios})
+    batches = sorted({batch for _, batch in ratios})
+    figure, ax = new_figure(8, 1.3 + 0.62 * len(widths))
+    values = np.array([[ratios[w, b] for b in batches] for w in widths])
+    ax.imshow(np.log2(values), cmap="PuOr", vmin=-2, vmax=2, aspect="auto")
+    for row, column in np.ndindex(values.shape):
+        ratio = values[row, column]
+        verdict = "wins" if ratio > 1.05 else "loses" if ratio < 0.95 else "even"
+        color = "white" if abs(math.log2(ratio)) > 1.3 else BLACK
+        ax.text(
+            column,
+            row,
+            f"{ratio:.2f}x {verdict}",
+            ha="center",
+            va="center",
+            fontsize=12,
+            color=color,
+        )
+    ax.set_xticks(range(len(batches)), batches)
+    ax.set_yticks(range(len(widths)), widths)
+    ax.set(xlabel="batch", ylabel="width", title=what)
+    ax.spines[:].set_visible(False)
+    return Canvas(figure, f"A table by width and batch: {what}, above 1 where AMP wins.")
+
+
+def where_time_goes(milliseconds: dict[str, dict[str, float]]) -> Canvas:
+    """Stacked bars, one a precision: milliseconds of a step by kind of operation."""
+    figure, ax = new_figure(9, 1.3 + 0.75 * len(milliseconds))
+    looks = [(BLUE, ""), (RED, "xx"), (ORANGE, ".."), ("#999999", "//"), (SKY, "--")]
+    kinds = list(next(iter(milliseconds.values())))
+    for row, times in enumerate(milliseconds.values()):
+        left = 0.0
+        for (color, hatch), kind in zip(looks, kinds, strict=False):
+            label = kind if row == 0 else None
+            ax.barh(
+                row,
+                times[kind],
+                0.6,
+                left,
+                color=color,
+                hatch=hatch,
+                edgecolor="white",
+                label=label,
+            )
+            left += times[kind]
+    ax.set_yticks(range(len(milliseconds)), milliseconds, fontsize=12)
+    ax.set_xlabel("milliseconds in operations, one step")
+    ax.invert_yaxis()
+    ax.legend(frameon=False, fontsize=11, ncols=len(kinds), loc="upper center",
+              bbox_to_anchor=(0.45, -0.32))  # fmt: skip
+    return Canvas(
+        figure, f"Stacked bars: time of a step by kind of operation, for {', '.join(milliseconds)}."
+    )
+
+
+def speedups(rows: dict[str, float], highlight: str = "here") -> Canvas:
+    """Bars: speed-ups by AMP, others' and one's own; the names that hold `highlight` are one's own."""
+    figure, ax = new_figure(9, 0.9 + 0.45 * len(rows))
+    for row, (name, ratio) in enumerate(rows.items()):
+        own = highlight in name
+        ax.barh(
+            row,
+            ratio,
+            0.6,
+            color=GREEN if own else SKY,
+            hatch="//" if own else "",
+            edgecolor="white",
+        )
+        ax.text(ratio + 0.03, row, f"{ratio:.2f}x", va="center", fontsize=12)
+    ax.axvline(1, color=BLACK, linestyle=":", linewidth=1.5)
+    ax.set_yticks(range(len(rows)), rows, fontsize=11)
+    ax.invert_yaxis()
+    ax.set(xlabel="speed-up by AMP (below 1: slower)", xlim=(0, 1.15 * max(1, *rows.values())))
+    return Canvas(figure, "Bars: speed-ups by AMP, published ones and those measured here.")

@@ -6,3 +6,5 @@ that particular mistake. The exercises of one notebook share a module.
 
 from .floats import *  # noqa: F403
 from .start import *  # noqa: F403
+from .tensor_cores import *  # noqa: F403
+from .underflow import *  # noqa: F403
