@@ -88,7 +88,7 @@ def by_hand(attempt):
                 or f"the {place} code is not {answer:g}. Write down sign, exponent field and mantissa "
                 "field, and then put them into the formula."
             )
-    return f"{right[0]:g}, {right[1]:g} and {right[2]:.4g}: the last one is three times 2^-24."
+    return "all three, the subnormal one as well."
 
 
 # ---- decode any FP16 code ------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def first_missing_integer(attempt):
     answers = {dtype: attempt(dtype) for dtype in (torch.float16, torch.bfloat16)}
     if answers[torch.float16] is None or answers[torch.bfloat16] is None:
         raise Hint(
-            "no integer was found. Does your comparison round both sides? torch.tensor(2049, "
-            "dtype=torch.float16) == 2049 is True: the 2049 on the right is rounded as well. "
+            "no integer was found. Does your comparison round both sides? torch.tensor(5001, "
+            "dtype=torch.float16) == 5001 is True: the 5001 on the right is rounded as well. "
             "Use .item() to compare as Python numbers."
         )
     for dtype, answer in answers.items():
@@ -174,7 +174,9 @@ def first_missing_integer(attempt):
         raise Hint(
             f"{name} cannot hold {answer:g}, but there is a smaller one that it cannot hold."
         )
-    return "2049 in FP16 and 257 in BF16: one more than 2 to the power of (mantissa bits + 1)."
+    return (
+        "right for both dtypes: it is the first one beyond the place where neighbors are 2 apart."
+    )
 
 
 # ---- predict three sums --------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class FormatExplorer(Panel):
             _NumberLine(), [entry, self.message, widgets.HBox(fields, layout=wrapping)]
         )
         self.children = [*self.children, self.table]
+        self.picture.layout = widgets.Layout(width="900px", max_width="100%", object_fit="contain")
         self._lay_out_bits()
         self._update()
 
@@ -99,10 +100,8 @@ class FormatExplorer(Panel):
         try:
             self._read(change["new"])
         except ValueError as error:
-            self.message.value = (
-                f"<b>Nothing changed.</b> {html.escape(str(error))} "
-                f"Still showing {html.escape(self._text)}."
-            )
+            words = f"{error} Nothing changed: this is still {self._text}."
+            self.message.value = html.escape(words, quote=False)
         else:
             self._update()
 
@@ -194,7 +193,7 @@ def read_number(text: str, format: FloatFormat) -> tuple[float, int]:
         try:
             code = int(text, 0)
         except ValueError:
-            raise ValueError(f"{text[:60]!r} is no bit pattern; 0x3c00 would be one.") from None
+            raise ValueError(f'"{text[:60]}" is no bit pattern; 0x3c00 would be one.') from None
         if code >> format.bits:
             raise ValueError(f"{text[:60]} has more bits than the {format.bits} of {format.name}.")
         return format.decode(code), code
@@ -210,21 +209,21 @@ def _calculate(text):
     try:
         return _value(ast.parse(text[:60], mode="eval").body)
     except ZeroDivisionError:
-        raise ValueError(f"{text[:60]!r} divides by zero.") from None
+        raise ValueError(f'"{text[:60]}" divides by zero.') from None
     except OverflowError:
-        raise ValueError(f"{text[:60]!r} is too large even for FP64.") from None
+        raise ValueError(f'"{text[:60]}" is too large even for FP64.') from None
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         raise ValueError(
-            f"{text[:60]!r} is no number that I can read. Try 0.1, 1e-8, 2**-24, inf, nan, or bits:"
-            " 0x3c00."
+            f'"{text[:60]}" is no number that I can read. Try 0.1, 1e-8, 2**-24, inf or nan, or bits'
+            " such as 0x3c00."
         ) from None
 
 
 def _value(node):
     """The value of a calculation, in FP64: numbers, + - * / **, and nothing else."""
     match node:
-        case ast.Constant(value=int() | float()):
-            return float(node.value)
+        case ast.Constant(value) if type(value) in (int, float):
+            return float(value)
         case ast.BinOp():
             return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
         case ast.UnaryOp():
