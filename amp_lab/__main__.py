@@ -5,7 +5,7 @@ import sys
 from importlib import import_module
 
 # Each module adds one command with its function `add_command(subparsers)`.
-COMMANDS = ("doctor", "measurements")
+COMMANDS = ("doctor", "cli_audit", "measurements")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -149,10 +149,9 @@ def _pretend_cuda() -> Iterator[None]:
             with ExitStack() as stack:
                 _answer(stack, torch.cuda.amp.common, "amp_definitely_not_available", False)
                 _answer(stack, torch.cuda, "is_bf16_supported", True)
-                if torch.version.cuda is None:
-                    _register_noop_cuda_guard(stack)
-                elif not torch.cuda.is_available():
-                    # `nn.LSTM` asks cuDNN, which asks the driver.
+                if not torch.cuda.is_available():
+                    _lend_noop_guard_to_cuda(stack)
+                    # On a CUDA build `nn.LSTM` asks cuDNN, which asks the driver.
                     stack.callback(torch._C._set_cudnn_enabled, torch._C._get_cudnn_enabled())
                     torch._C._set_cudnn_enabled(False)
                 _undo.push(stack.pop_all())
@@ -186,42 +185,43 @@ def _answer(stack: ExitStack, module: Any, name: str, answer: bool) -> None:
 
 _CUDA, _META, _DEVICE_TYPES = 1, 14, 21  # c10::DeviceType
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
-_REGISTER = "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE"
 
 
-def _register_noop_cuda_guard(stack: ExitStack) -> None:
-    """Give a CPU build of PyTorch a device guard for CUDA that does nothing, until `stack` closes.
+def _lend_noop_guard_to_cuda(stack: ExitStack) -> None:
+    """Give CUDA a device guard that does nothing, until `stack` closes.
 
     PyTorch switches the current device around some operations (`x[0]`, `x.to("cuda")`) through a
-    "device guard", which CUDA builds register when they are loaded. Fake tensors need no switching,
-    but a CPU build has no guard to call and raises. PyTorch also has a guard that does nothing, for
-    the meta device; this lends it to CUDA. The two names are C++ functions of libc10:
-    `c10::impl::device_guard_impl_registry`, a table with one pointer per device type, and
-    `c10::impl::registerDeviceGuard`.
+    "device guard". Fake tensors need no switching, but a CPU build has no guard for CUDA and raises,
+    and the guard of a CUDA build asks the driver, which old releases do not survive without one.
+    PyTorch also has a guard that does nothing, for the meta device; this lends it to CUDA.
+    The guards stand in `c10::impl::device_guard_impl_registry`, an array in libc10 of one pointer
+    per device type (c10/core/impl/DeviceGuardImplInterface.h).
     """
     lib = Path(torch.__file__).parent / "lib"
     try:
         (path, *_) = [*lib.glob("libc10.so"), *lib.glob("libc10.dylib"), *lib.glob("c10.dll")]
-        c10 = ctypes.CDLL(str(path))
-        guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(c10, _GUARDS)
-        register = getattr(c10, _REGISTER)
-    except (ValueError, OSError, AttributeError) as error:
+        guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(ctypes.CDLL(str(path)), _GUARDS)
+    except (ValueError, OSError) as error:
+        if torch.version.cuda is not None:
+            return  # it has a guard, which will do
         raise RuntimeError(
             f"this CPU build of PyTorch ({torch.__version__}) has no place for a CUDA device guard "
             f"({error}): install a CUDA build of PyTorch; it needs no GPU"
         ) from error
-    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-    if guards[_CUDA] is None:
-        register(_CUDA, guards[_META])
-        stack.callback(register, _CUDA, None)
+    stack.callback(guards.__setitem__, _CUDA, guards[_CUDA])
+    guards[_CUDA] = guards[_META]
 
 
 class _MissingAnswers(TorchDispatchMode):
     """Two answers about CUDA that fake tensors get wrong or lack."""
 
+    def __init__(self):
+        super().__init__()
+        self.guard_is_lent = not torch.cuda.is_available()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is _TO_COPY and kwargs.get("device") == _META_DEVICE and torch.version.cuda is None:
+        if func is _TO_COPY and kwargs.get("device") == _META_DEVICE and self.guard_is_lent:
             # `x.to("cuda")` names no index, so PyTorch asks the guard for the current device. The
             # lent guard says "meta".
             kwargs = {**kwargs, "device": torch.device("cuda", 0)}
