@@ -9,6 +9,7 @@ imported when they are first used.
 
 from importlib import import_module
 
+from .audit import Audit, audit
 from .datasets import batches, fashion_mnist, shakespeare
 from .device import capabilities, setup
 from .emulation import tensor_core_emulation
@@ -34,6 +35,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Audit",
     "BF16",
     "E4M3",
     "E5M2",
@@ -49,6 +51,7 @@ __all__ = [
     "TF32",
     "WordLM",
     "accuracy",
+    "audit",
     "batches",
     "capabilities",
     "fashion_mnist",
