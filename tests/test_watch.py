@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, SequentialLR, StepLR
 
 import amp_lab as lab
+from amp_lab.findings import ADVICE, MESSAGES
 from amp_lab.scaler import LossScaler
-from amp_lab.watch import ADVICE, MESSAGES, watch
+from amp_lab.watch import watch
 
 FAULTY, HEALTHY = [], []
 SCALERS = (torch.amp.GradScaler, LossScaler)
@@ -241,7 +242,10 @@ def fp16_two_optimizers_several_losses(Scaler):
 def fp16_alternating_like_a_gan(Scaler):
     """Both losses are scaled first; each network has its own backward, step and update."""
     torch.manual_seed(0)
-    generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    generator, critic = (
+        nn.Linear(4, 8),
+        nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)),
+    )
     optimizers = sgd(generator), sgd(critic)
     scaler = Scaler("cpu")
     with quiet((generator, critic), optimizers, scaler) as log:
@@ -260,6 +264,48 @@ def fp16_alternating_like_a_gan(Scaler):
             scaler.scale(fooled).backward()
             scaler.step(optimizers[0])
             scaler.update()
+    return log
+
+
+@healthy
+def fp16_all_losses_scaled_first(Scaler):
+    """A forward and a scale() for both networks, and only then the two backward passes."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizers = sgd(generator), sgd(critic)
+    scaler = Scaler("cpu")
+    with quiet((generator, critic), optimizers, scaler) as log:
+        for _ in range(5):
+            optimizers[0].zero_grad(set_to_none=False)
+            optimizers[1].zero_grad(set_to_none=False)
+            with fp16():
+                fake = generator(torch.randn(16, 4))
+                fooled, wrong = fake.square().mean(), critic(fake.detach()).mean()
+            fooled, wrong = scaler.scale(fooled), scaler.scale(wrong)
+            wrong.backward()
+            scaler.step(optimizers[1])
+            fooled.backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+    return log
+
+
+@healthy
+def fp16_module_zero_grad_between_networks(Scaler):
+    """Scaled gradients left in the critic by the generator's backward are zeroed before its own."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    optimizers = sgd(generator), sgd(critic)
+    scaler = Scaler("cpu", growth_interval=3)
+    with quiet((generator, critic), optimizers, scaler) as log:
+        for _ in range(8):
+            for network, optimizer in zip((critic, generator), optimizers[::-1], strict=True):
+                network.zero_grad(set_to_none=False)
+                with fp16():
+                    loss = critic(generator(torch.randn(16, 4))).mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
     return log
 
 
@@ -1079,7 +1125,7 @@ def scores_beyond_65504(Scaler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Attention(gain=1e4))
     log = attention_loop(Scaler, model, fp16)
-    assert "1.out" in str(log) and "it arose in 1.forward" in str(log)
+    assert "1 (Attention): the operation bmm made inf in FP16 from finite numbers" in str(log)
     return log
 
 
@@ -1095,7 +1141,59 @@ def linear_output_beyond_65504(Scaler):
             scaler.scale(forward(model, x, y)).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert "0 (Linear): finite inputs, output inf in FP16" in str(log)
+    assert "0 (Linear): the operation addmm made inf in FP16" in str(log)
+    return log
+
+
+@faulty("loss-nonfinite")
+def normalize_a_zero_vector(Scaler):
+    """In FP16 the eps of 1e-12 is 0, and 0/0 is NaN: no overflow."""
+    torch.manual_seed(0)
+
+    class Cosine(nn.Linear):
+        def forward(self, x):
+            return F.normalize(super().forward(x), dim=-1)
+
+    model = nn.Sequential(Cosine(8, 8, bias=False), nn.Linear(8, 4))
+    optimizer = sgd(model)
+    scaler = Scaler("cpu")
+    with quiet(model, optimizer, scaler) as log:
+        for x, y in vectors(3):
+            x[0] = 0.0
+            optimizer.zero_grad()
+            scaler.scale(forward(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert "0 (Cosine): the operation div made NaN in FP16 from finite numbers" in str(log)
+    return log
+
+
+@faulty("loss-nonfinite")
+def row_masked_completely(Scaler):
+    """The mask of -inf is well; softmax over a row of nothing else is not."""
+    torch.manual_seed(0)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x):
+            scores = self.linear(x)
+            hidden = torch.zeros_like(scores, dtype=torch.bool)
+            hidden[0] = True
+            return scores.masked_fill(hidden, float("-inf")).softmax(-1)
+
+    model = Masked()
+    optimizer = sgd(model)
+    scaler = Scaler("cpu")
+    with quiet(model, optimizer, scaler) as log:
+        for x, y in vectors(3):
+            optimizer.zero_grad()
+            scaler.scale(forward(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert "the operation _softmax made NaN in FP16 from finite numbers" in str(log)
     return log
 
 
@@ -1147,7 +1245,7 @@ def nan_reaches_the_weights(Scaler):
             (loss * float("inf") if i == 12 else loss).backward()
             optimizer.step()
     assert [finding.step for finding in log.findings] == [12, 12, None]
-    assert "The weights of 0 (Linear)" in str(log)
+    assert "Its own weights are inf or NaN already: 0.weight" in str(log)
     return log
 
 
@@ -1414,7 +1512,9 @@ def test_ctrl_c_passes_and_the_steps_are_kept():
 
 def test_every_advice_can_be_reached():
     """Each code is in a case of this file, or belongs to an error that needs a GPU."""
-    tested = set().union(*(param.values[2] for param in FAULTY), {code for code, _ in ERRORS.values()})
+    tested = set().union(
+        *(param.values[2] for param in FAULTY), {code for code, _ in ERRORS.values()}
+    )
     assert set(ADVICE) - tested <= {"autocast-wrong-device", "bce-unsafe"}
     assert {code for _, code in MESSAGES} <= set(ADVICE)
 
@@ -1468,7 +1568,7 @@ def test_everything_is_put_back_where_listening_fails(monkeypatch):
     optimizer = sgd(model)
     before = state_of_the_world(model, optimizer)
     log = quiet(model, optimizer)
-    monkeypatch.setattr(log, "_clamp", None)  # the last thing that is replaced
+    monkeypatch.setattr(log._listener, "_module_zero_grad", None)  # the last thing replaced
     with pytest.raises(AttributeError):
         log.__enter__()
     assert state_of_the_world(model, optimizer) == before
@@ -1586,7 +1686,9 @@ def test_records_what_happened():
             scaler.update()
             expected.append((loss.item(), scale, scaler.get_scale() < scale, grads))
     assert {step.skipped for step in log.steps} == {True, False}
-    for i, (step, (loss, scale, skipped, grads)) in enumerate(zip(log.steps, expected, strict=True)):
+    for i, (step, (loss, scale, skipped, grads)) in enumerate(
+        zip(log.steps, expected, strict=True)
+    ):
         assert (step.index, step.optimizer, step.scale, step.skipped) == (i, 0, scale, skipped)
         assert step.loss == pytest.approx(loss)
         bad = {n: 1 - g.isfinite().double().mean().item() for n, g in grads.items()}
