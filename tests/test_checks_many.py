@@ -1,0 +1,260 @@
+"""The checks of notebook 10 pass right answers and know the typical mistakes."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import amp_lab as lab
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def line_of(check, attempt, capsys):
+    getattr(lab.checks, check)(attempt)
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    return line
+
+
+def stub(*args):
+    raise NotImplementedError
+
+
+# ---- which_ranks_skip -------------------------------------------------------------------------------
+
+
+def skip_by_cases(setup, overflowing, ranks):
+    if not overflowing:
+        return set()
+    return overflowing if setup == "plain shards" else set(range(ranks))
+
+
+def skip_as_list(setup, overflowing, ranks):
+    together = setup != "plain shards"
+    return [r for r in range(ranks) if r in overflowing or (together and overflowing)]
+
+
+def skip_alone(setup, overflowing, ranks):
+    return overflowing
+
+
+def skip_all(setup, overflowing, ranks):
+    return set(range(ranks))
+
+
+def skip_together(setup, overflowing, ranks):
+    return set(range(ranks)) if overflowing else set()
+
+
+def skip_ddp_only(setup, overflowing, ranks):
+    return skip_together(setup, overflowing, ranks) if setup == "DDP" else overflowing
+
+
+def skip_without_sharded(setup, overflowing, ranks):
+    return overflowing if "plain" in setup else skip_together(setup, overflowing, ranks)
+
+
+def skip_from_one(setup, overflowing, ranks):
+    return set(range(1, ranks + 1)) if overflowing else set()
+
+
+def skip_number(setup, overflowing, ranks):
+    return len(overflowing)
+
+
+# ---- all_reduces ------------------------------------------------------------------------------------
+
+
+def count(updates, micro_batches, buckets, no_sync):
+    return updates * buckets * (1 if no_sync else micro_batches)
+
+
+def count_in_a_loop(updates, micro_batches, buckets, no_sync):
+    talks = [not no_sync or i == micro_batches - 1 for i in range(micro_batches)]
+    return sum(buckets for _ in range(updates) for talk in talks if talk)
+
+
+# ---- accumulate -------------------------------------------------------------------------------------
+
+
+def make(
+    silent=lambda i, last: not last,
+    forward_silent=True,
+    divide=4,
+    zero=True,
+    autocast=fp16,
+    scale=True,
+    step="end",
+    update="end",
+):
+    def accumulate(model, optimizer, scaler, micro_batches):
+        if zero:
+            optimizer.zero_grad()
+        for i, (x, y) in enumerate(micro_batches):
+            quiet = silent(i, i == len(micro_batches) - 1)
+            with model.no_sync() if quiet and forward_silent else contextlib.nullcontext():
+                with torch.autocast(x.device.type, autocast or fp16, enabled=autocast is not None):
+                    loss = F.cross_entropy(model(x), y) / divide
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                (scaler.scale(loss) if scale else loss).backward()
+            if step == "each":
+                scaler.step(optimizer)
+                scaler.update()
+        if step == "end":
+            scaler.step(optimizer)
+            if update == "end":
+                scaler.update()
+
+    return accumulate
+
+
+def accumulate_otherwise(model, optimizer, scaler, micro_batches):
+    """Another right answer: the last micro-batch written out, the losses divided inside the scale."""
+
+    def backward(x, y):
+        with torch.autocast(x.device.type, torch.float16):
+            loss = F.cross_entropy(model(x), y)
+        (scaler.scale(loss) / len(micro_batches)).backward()
+
+    with model.no_sync():
+        for x, y in micro_batches[:-1]:
+            backward(x, y)
+    backward(*micro_batches[-1])
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def zero_first(model, optimizer, scaler, micro_batches):
+    optimizer.zero_grad()
+    accumulate_otherwise(model, optimizer, scaler, micro_batches)
+
+
+def zero_each(model, optimizer, scaler, micro_batches):
+    for i, (x, y) in enumerate(micro_batches):
+        optimizer.zero_grad()
+        with model.no_sync() if i < 3 else contextlib.nullcontext():
+            with torch.autocast(x.device.type, torch.float16):
+                loss = F.cross_entropy(model(x), y) / 4
+            scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# ---- choose_policy ----------------------------------------------------------------------------------
+
+
+def policy(*args, **kwargs):
+    return lambda: MixedPrecisionPolicy(*args, **kwargs)
+
+
+# ---- block_scale ------------------------------------------------------------------------------------
+
+
+def scale_by_log(block):
+    largest = block.abs().max().item()
+    return 2.0 ** (math.floor(math.log2(largest)) - 8) if largest else 1.0
+
+
+def scale_by_frexp(block):
+    _, exponent = torch.frexp(block.abs().max())
+    return torch.ldexp(torch.tensor(1.0), exponent - 9)
+
+
+def scale_without_zero(block):
+    return 2.0 ** (math.floor(math.log2(block.abs().max().item())) - 8)
+
+
+def scale_without_range(block):
+    return 2.0 ** math.floor(math.log2(block.abs().max().item()))
+
+
+RIGHT = [
+    ("which_ranks_skip", skip_by_cases),
+    ("which_ranks_skip", skip_as_list),
+    ("all_reduces", count),
+    ("all_reduces", count_in_a_loop),
+    ("accumulate", make()),
+    ("accumulate", zero_first),
+    ("choose_policy", policy(param_dtype=bf16, reduce_dtype=fp32, output_dtype=fp32)),
+    ("choose_policy", policy(bf16, fp32, fp32, cast_forward_inputs=True)),
+    ("block_scale", scale_by_log),
+    ("block_scale", scale_by_frexp),
+]
+
+WRONG = [
+    ("which_ranks_skip", skip_alone, "the average of inf and 3"),
+    ("which_ranks_skip", skip_all, "nobody skips: return set()"),
+    ("which_ranks_skip", skip_together, "only the ranks whose piece overflows"),
+    ("which_ranks_skip", skip_ddp_only, "FSDP2's gradients are DTensors"),
+    ("which_ranks_skip", skip_without_sharded, "ShardedGradScaler sums found_inf"),
+    ("which_ranks_skip", skip_from_one, "numbered from 0"),
+    ("which_ranks_skip", skip_number, "Return a set of rank numbers"),
+    ("all_reduces", lambda u, m, b, n: u * m * b, "silent, except the last one"),
+    ("all_reduces", lambda u, m, b, n: 0 if n else u * m * b, "does not abolish"),
+    (
+        "all_reduces",
+        lambda u, m, b, n: u * (m - 1) * b if n else u * m * b,
+        "Count those that talk",
+    ),
+    ("all_reduces", lambda u, m, b, n: u * (1 if n else m), "for each bucket"),
+    ("all_reduces", lambda u, m, b, n: b * (1 if n else m), "number for one update"),
+    ("all_reduces", lambda u, m, b, n: None, "not None"),
+    ("accumulate", lambda *args: None, "the model was not called"),
+    ("accumulate", make(autocast=None), "did not run in FP16"),
+    ("accumulate", make(autocast=bf16), "did not run in FP16"),
+    ("accumulate", make(scale=False), "the loss was not scaled"),
+    ("accumulate", make(step="never"), "scaler.step(optimizer) is missing"),
+    ("accumulate", make(step="each"), "come once, after the loop"),
+    ("accumulate", make(update="never"), "scaler.update() is missing"),
+    ("accumulate", make(silent=lambda i, last: True), "the last micro-batch must run outside"),
+    ("accumulate", make(silent=lambda i, last: False), "all four backward passes"),
+    ("accumulate", make(forward_silent=False), "DDP decides in the forward pass"),
+    ("accumulate", make(silent=lambda i, last: i < 2), "2 micro-batches exchanged"),
+    ("accumulate", make(divide=1), "four times too large"),
+    ("accumulate", make(divide=16), "divide by the number of micro-batches once only"),
+    ("accumulate", make(zero=False), "start with optimizer.zero_grad()"),
+    ("accumulate", accumulate_otherwise, "start with optimizer.zero_grad()"),
+    ("accumulate", zero_each, "zero_grad once, before the loop"),
+    ("choose_policy", lambda: (bf16, fp32, fp32), "not tuple"),
+    ("choose_policy", policy(), "would compute in FP32"),
+    ("choose_policy", policy(fp16, fp32, fp32), "this loop has none"),
+    ("choose_policy", policy(torch.float8_e4m3fn, fp32, fp32), "FP32, BF16 or FP16"),
+    ("choose_policy", policy(bf16), "reduce_dtype left out means param_dtype"),
+    ("choose_policy", policy(bf16, bf16, fp32), "loses small terms"),
+    ("choose_policy", policy(bf16, fp32), "output_dtype left out"),
+    ("choose_policy", policy(bf16, fp32, bf16), "the logits leave in torch.bfloat16"),
+    ("choose_policy", policy(bf16, fp32, fp32, False), "cast_forward_inputs=False"),
+    ("block_scale", lambda b: 1 / scale_by_log(b), "upside down"),
+    ("block_scale", scale_without_range, "subtract 8 from the exponent"),
+    ("block_scale", lambda b: b.abs().max() / 448, "no power of two"),
+    ("block_scale", lambda b: 2 * scale_by_log(b), "takes the floor"),
+    ("block_scale", lambda b: 2.0 ** (math.ceil(math.log2(b.abs().max())) - 8), "takes the floor"),
+    ("block_scale", lambda b: 2.0 ** (math.floor(math.log2(b.max())) - 8), "Largest of what?"),
+    ("block_scale", lambda b: 16 * scale_by_log(b), "too large by a factor of 16"),
+    ("block_scale", lambda b: 0.0, "cannot divide"),
+    ("block_scale", lambda b: b, "return one number"),
+    ("block_scale", scale_without_zero, "a block of zeros has no logarithm"),
+]
+
+
+@pytest.mark.parametrize("check, attempt", RIGHT)
+def test_right_answers_pass(check, attempt, capsys):
+    assert line_of(check, attempt, capsys).startswith(f"PASSED   {check}: ")
+
+
+@pytest.mark.parametrize("check, attempt, hint", WRONG)
+def test_each_mistake_has_its_own_hint(check, attempt, hint, capsys):
+    line = line_of(check, attempt, capsys)
+    assert line.startswith(f"NOT YET  {check}") and hint in line
+
+
+@pytest.mark.parametrize("check", sorted({check for check, _ in RIGHT}))
+def test_stubs_are_not_attempted(check, capsys):
+    assert line_of(check, stub, capsys).startswith(f"TO DO    {check}: not attempted yet")
