@@ -78,7 +78,7 @@ def dry_run(
     Inside, every new tensor is fake: `torch.empty(8, 8, device="cuda")` has a shape, a dtype and
     a device, and takes no memory. Operations compute shapes and dtypes, nothing else, and PyTorch's
     own CUDA autocast rules (`device_type="cpu"`: its CPU rules) choose the dtypes. Where there is
-    a GPU the answers are the same and no kernel runs on it.
+    a GPU the rules are the same, and of the GPU only its CUDA context is set up.
 
     `dtype` is autocast's 16-bit dtype, float16 or bfloat16; `enabled=False` gives fake tensors with
     autocast off. The block yields a `DryRun`, whose `to_device` brings in real tensors and modules.
