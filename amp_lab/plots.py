@@ -355,8 +355,8 @@ def running_sums(sums: dict[str, list[float]], exact: list[float]) -> Canvas:
     """Lines: a running sum by the number of terms, for each way to accumulate, and the exact one."""
     figure, ax = new_figure(9, 4.2)
     ax.plot(exact, color="#BBBBBB", linewidth=8, label="exact", solid_capstyle="butt")
-    for index, (name, values) in enumerate(sums.items()):
-        style = look(name, index) | {"marker": ""}
+    for name, values in sums.items():
+        style = look(name) | {"marker": ""}
         ax.plot(values, linewidth=2.5, label=name, **style)
     ax.set(xlabel="numbers added", ylabel="running sum")
     ax.legend(frameon=False, fontsize=12, handlelength=4)
@@ -367,8 +367,8 @@ def running_sums(sums: dict[str, list[float]], exact: list[float]) -> Canvas:
 def dot_product_error(lengths: list[int], errors: dict[str, list[float]]) -> Canvas:
     """Lines: mean relative error of dot products by their length, for each way to accumulate."""
     figure, ax = new_figure(9, 4.6)
-    for index, (name, values) in enumerate(errors.items()):
-        ax.plot(lengths, values, linewidth=2.5, markersize=7, label=name, **look(name, index))
+    for name, values in errors.items():
+        ax.plot(lengths, values, linewidth=2.5, markersize=7, label=name, **look(name))
     ax.set(
         xscale="log",
         yscale="log",
@@ -418,7 +418,8 @@ def gpu_peaks(gpus: list) -> Canvas:
             label=label,
         )
         for x, peak in zip(positions, peaks, strict=True):
-            ax.text(x, peak * 1.08, f"{peak:.3g}", ha="center", fontsize=9)
+            text = f"{peak:,.0f}" if peak >= 100 else f"{peak:.3g}"
+            ax.text(x, peak * 1.08, text, ha="center", fontsize=9)
     ax.set_xticks(range(len(gpus)), [gpu.name for gpu in gpus], fontsize=12)
     ax.set(yscale="log", ylabel="peak TFLOP/s, dense")
     ax.legend(frameon=False, fontsize=12, loc="upper left")
@@ -579,3 +580,90 @@ def speedups(rows: dict[str, float], highlight: str = "here") -> Canvas:
     ax.invert_yaxis()
     ax.set(xlabel="speed-up by AMP (below 1: slower)", xlim=(0, 1.15 * max(1, *rows.values())))
     return Canvas(figure, "Bars: speed-ups by AMP, published ones and those measured here.")
+
+
+def rank_history(ranks: list[list[dict]]) -> Canvas:
+    """Boxes: what each rank of `distributed.overflow` did in each step; skipped ones are hatched."""
+    steps = len(ranks[0])
+    figure, ax = new_figure(9, 0.9 + 1.0 * len(ranks))
+    for row, history in enumerate(ranks):
+        for column, step in enumerate(history):
+            skipped = step["skipped"]
+            ax.barh(
+                row,
+                0.94,
+                0.82,
+                column - 0.47,
+                facecolor="white" if skipped else SKY,
+                edgecolor=RED if skipped else SKY,
+                hatch="//" if skipped else "",
+                linewidth=2,
+            )
+            sent = "sent finite" if step["sent finite gradients"] else "SENT INF"
+            done = "skipped" if skipped else "updated"
+            text = f"{sent}, {done}\nscale {step['scale']:.0f}\nweights {step['weights'][:4]}"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 2} if skipped else None
+            ax.text(column, row, text, ha="center", va="center", fontsize=10, bbox=box)
+    ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=12)
+    ax.set_xticks(range(steps), [f"step {step}" for step in range(steps)], fontsize=12)
+    ax.set(xlim=(-0.55, steps - 0.45), ylim=(len(ranks) - 0.5, -0.5))
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return Canvas(figure, "Boxes: what each rank sent and did in each step, and its weights then.")
+
+
+def rank_losses(losses: dict[str, list[float]]) -> Canvas:
+    """Losses by step, a panel for each precision; keys are "how, precision" as in `same_loss`."""
+    precisions = list(dict.fromkeys(name.split(", ")[1] for name in losses))
+    marks = {
+        "one process": {"color": BLACK, "linewidth": 1.5},
+        "DDP": {
+            "color": BLUE,
+            "marker": "o",
+            "fillstyle": "none",
+            "markersize": 9,
+            "linestyle": "",
+        },
+        "FSDP2": {"color": RED, "marker": "x", "markersize": 6, "linestyle": ""},
+    }
+    figure, axes = new_figure(9, 3.4, ncols=len(precisions), sharey=True)
+    for ax, precision in zip(axes, precisions, strict=True):
+        for how, style in marks.items():
+            if f"{how}, {precision}" in losses:
+                ax.plot(losses[f"{how}, {precision}"], label=how, **style)
+        ax.set(title=precision, xlabel="step")
+        ax.grid(alpha=0.3)
+        ax.legend(frameon=False, fontsize=11)
+    axes[0].set_ylabel("training loss")
+    return Canvas(
+        figure, f"Panels: loss by step of one process and of two, {', '.join(precisions)}."
+    )
+
+
+def error_by_magnitude(x: torch.Tensor, rounded: dict[str, torch.Tensor]) -> Canvas:
+    """Lines: median relative error of the elements of `x` by their power of two, for each rounding.
+
+    Gray bars in a panel below count the elements. `rounded` holds tensors of the shape of `x`.
+    """
+    x = x.detach().flatten().double().cpu()
+    _, exponents = torch.frexp(x[x != 0])
+    exponents -= 1
+    lowest, highest = int(exponents.double().quantile(0.001)), int(exponents.max())
+    powers = range(lowest, highest + 1)
+    figure, (ax, below) = new_figure(9, 5, nrows=2, sharex=True, height_ratios=(3, 1))
+    for index, (name, tensor) in enumerate(rounded.items()):
+        y = tensor.detach().flatten().double().cpu()
+        error = ((y - x).abs() / x.abs())[x != 0]
+        medians = [float(error[exponents == p].median()) for p in powers]
+        ax.plot(powers, medians, linewidth=2, label=name, **look(name, index))
+    ax.set(yscale="log", ylim=(0.008, 1.6), ylabel="median relative error")
+    ax.set_yticks([0.01, 0.1, 1.0], ["1 %", "10 %", "100 %"])
+    ax.legend(frameon=False, fontsize=11, loc="upper right")
+    ax.grid(alpha=0.3)
+    below.bar(powers, [int((exponents == p).sum()) for p in powers], color="#999999")
+    below.set(xlabel="magnitude of the element", ylabel="elements")
+    shown = [p for p in powers if p % 4 == 0]
+    below.set_xticks(shown, [f"$2^{{{p}}}$" for p in shown])
+    return Canvas(
+        figure, f"Lines: relative error by magnitude of an element, for {', '.join(rounded)}."
+    )
