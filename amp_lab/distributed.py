@@ -446,7 +446,7 @@ def _what_failed(folder: Path, experiment: str, processes: int) -> str:
     who = f"rank {silent[0]}" if silent else "a process"
     log = (folder / "log").read_text().splitlines()
     return "\n".join(
-        [f"{experiment}, {who} ended without an error of its own. The end of the log:", *log[-20:]]
+        [f"{experiment}, {who} ended without an error of its own. The end of the log:", *log[-60:]]
     )
 
 
@@ -497,6 +497,9 @@ def main() -> None:
         _write(options.results / f"{rank}.json", result)
     else:
         print(f"rank {rank}: {json.dumps(result, indent=2)}", flush=True)
+    # A gloo thread may still hold a tensor when Python shuts down, and then abort the process.
+    # Source: github.com/pytorch/pytorch/pull/179291.
+    os._exit(0)
 
 
 def _run(experiment: str):

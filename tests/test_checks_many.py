@@ -131,11 +131,6 @@ def accumulate_otherwise(model, optimizer, scaler, micro_batches):
     optimizer.zero_grad()
 
 
-def zero_first(model, optimizer, scaler, micro_batches):
-    optimizer.zero_grad()
-    accumulate_otherwise(model, optimizer, scaler, micro_batches)
-
-
 def zero_each(model, optimizer, scaler, micro_batches):
     for i, (x, y) in enumerate(micro_batches):
         optimizer.zero_grad()
@@ -181,7 +176,7 @@ RIGHT = [
     ("all_reduces", count),
     ("all_reduces", count_in_a_loop),
     ("accumulate", make()),
-    ("accumulate", zero_first),
+    ("accumulate", accumulate_otherwise),
     ("choose_policy", policy(param_dtype=bf16, reduce_dtype=fp32, output_dtype=fp32)),
     ("choose_policy", policy(bf16, fp32, fp32, cast_forward_inputs=True)),
     ("block_scale", scale_by_log),
@@ -219,8 +214,7 @@ WRONG = [
     ("accumulate", make(silent=lambda i, last: i < 2), "2 micro-batches exchanged"),
     ("accumulate", make(divide=1), "four times too large"),
     ("accumulate", make(divide=16), "divide by the number of micro-batches once only"),
-    ("accumulate", make(zero=False), "start with optimizer.zero_grad()"),
-    ("accumulate", accumulate_otherwise, "start with optimizer.zero_grad()"),
+    ("accumulate", make(zero=False), "Start with optimizer.zero_grad()"),
     ("accumulate", zero_each, "zero_grad once, before the loop"),
     ("choose_policy", lambda: (bf16, fp32, fp32), "not tuple"),
     ("choose_policy", policy(), "would compute in FP32"),

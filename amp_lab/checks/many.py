@@ -166,9 +166,15 @@ def accumulate(attempt):
     scaler = _CountingScaler("cpu", init_scale=1024.0)
     start = model.linear.weight.detach().clone()
     F.cross_entropy(model.linear(x), y).backward()
-    right = model.linear.weight.grad.clone()  # left there: zero_grad() is part of the exercise
+    right = model.linear.weight.grad.clone()
+    optimizer.zero_grad()
+    micro_batches = list(zip(x.chunk(4), y.chunk(4), strict=True))
 
-    attempt(model, optimizer, scaler, list(zip(x.chunk(4), y.chunk(4), strict=True)))
+    try:
+        attempt(model, optimizer, scaler, micro_batches)
+    except AssertionError:  # what GradScaler raises if it never saw a loss
+        if scaler.scaled:
+            raise
 
     if not model.outputs:
         raise Hint("the model was not called. Call model(x) for each (x, y) of micro_batches.")
@@ -202,7 +208,6 @@ def accumulate(attempt):
     moved = start - model.linear.weight.detach()
     for wrong, hint in (
         (4 * right, "the update is four times too large: divide each loss by len(micro_batches)."),
-        (2 * right, "the update holds old gradients, too: start with optimizer.zero_grad()."),
         (right / 4, "the update is too small: divide by the number of micro-batches once only."),
     ):
         if torch.allclose(moved, wrong, rtol=0.02, atol=0.002):
@@ -211,6 +216,17 @@ def accumulate(attempt):
         raise Hint(
             "the update differs from that of one big batch. Sum the gradients of all four "
             "micro-batches (zero_grad once, before the loop), each loss divided by four."
+        )
+
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            parameter.grad.fill_(math.nan)  # as a skipped step leaves them behind
+    before = model.linear.weight.detach().clone()
+    attempt(model, optimizer, scaler, micro_batches)
+    if torch.equal(model.linear.weight, before):
+        raise Hint(
+            "in a second call, old gradients were still there; after a skipped step they are inf or "
+            "NaN, and every step from then on is skipped. Start with optimizer.zero_grad()."
         )
     return "one exchange, one update, the same as one big batch."
 
