@@ -31,14 +31,21 @@ TENSOR_CORE_OPS = {
     aten.convolution_backward.default,
 }
 
+# Fused attention. Its softmax is FP32 on a GPU, too, and so is the second result of the forward pass,
+# the logarithm of the softmax's denominator.
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 
 class tensor_core_emulation(TorchDispatchMode):
     """Context manager: FP16 matrix products and convolutions on the CPU by a Tensor Core's recipe.
 
     Inside it, `mm`, `addmm`, `bmm`, `baddbmm`, `mv`, `addmv`, `dot`, convolutions in 1, 2 and 3
-    dimensions and their backward passes, called on FP16 tensors on the CPU, run in FP32 on the same
-    values and are rounded to FP16 once. Everything above stays the real thing: autocast, autograd,
-    the scaler, your model. Other ops, dtypes and devices are untouched: on "cuda" nothing changes.
+    dimensions, `scaled_dot_product_attention` and their backward passes, called on FP16 tensors on
+    the CPU, run in FP32 on the same values and are rounded to FP16 once. (Attention on a GPU also
+    rounds the softmax, which lies between its two products.) Everything above stays the real thing:
+    autocast, autograd, the scaler, your model. Other ops, dtypes and devices are untouched: on "cuda"
+    nothing changes.
 
     Enter it around forward *and* backward:
 
@@ -52,10 +59,18 @@ class tensor_core_emulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in TENSOR_CORE_OPS or not _all_cpu_half(args):
-            return func(*args, **kwargs)
-        exact = func(*tree_map(_widen, args), **kwargs)
-        return tree_map(_round_once, exact)
+        if func is ATTENTION and _all_cpu_half((args, kwargs)):
+            result, log_denominator = _in_fp32(func, args, kwargs)
+            return _round_once(result), log_denominator
+        if func is ATTENTION_BACKWARD and _all_cpu_half(args[:4]):
+            return tree_map(_round_once, _in_fp32(func, args, kwargs))
+        if func in TENSOR_CORE_OPS and _all_cpu_half(args):
+            return tree_map(_round_once, _in_fp32(func, args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _in_fp32(func, args, kwargs):
+    return func(*tree_map(_widen, args), **tree_map(_widen, kwargs))
 
 
 def _all_cpu_half(args) -> bool:

@@ -4,6 +4,25 @@ import torch.nn.functional as F
 
 import amp_lab as lab
 
+aten_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+aten_attention_backward = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the dtype with which the given ops are called below it; matrix products if none is."""
+
+    def __init__(self, *ops):
+        super().__init__()
+        self.ops = ops or [torch.ops.aten.mm.default]
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in self.ops:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
 
 def half(*shape, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
@@ -63,6 +82,47 @@ def test_bit_exact_forward_and_backward(name):
         assert torch.equal(gradient, exact_gradient.half())
 
 
+ATTENTION = {
+    "causal": {"is_causal": True},
+    "full": {},
+    "mask": {"attn_mask": half(16, 16, seed=4)},
+    "scale": {"scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
+def test_attention_is_bit_exact(options):
+    """The oracle runs PyTorch's FP32 kernel, fed with the rounded result as a Tensor Core would."""
+    q, k, v = (half(2, 3, 16, 8, seed=seed).requires_grad_() for seed in range(3))
+    weight = half(2, 3, 16, 8, seed=3)
+    with Seen(aten_attention, aten_attention_backward) as seen, lab.tensor_core_emulation():
+        result = F.scaled_dot_product_attention(q, k, v, **options)
+        result.backward(weight)
+    assert seen.dtypes == [torch.float32] * 2, "another kernel took over"
+    assert {t.dtype for t in (result, q.grad, k.grad, v.grad)} == {torch.float16}
+
+    wide = [t.detach().float() for t in (q, k, v)]
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    mask = options["attn_mask"].float() if "attn_mask" in options else None
+    exact, log_denominator = aten_attention(*wide, 0.0, causal, attn_mask=mask, scale=scale)
+    assert torch.equal(result, exact.half())
+    gradients = aten_attention_backward(
+        *(weight.float(), *wide, exact.half().float(), log_denominator, 0.0, causal),
+        attn_mask=mask,
+        scale=scale,
+    )
+    for tensor, gradient in zip((q, k, v), gradients, strict=True):
+        assert torch.equal(tensor.grad, gradient.half())
+
+
+def test_attention_is_close_to_the_native_kernel():
+    q, k, v = (half(2, 3, 16, 8, seed=seed) for seed in range(3))
+    with lab.tensor_core_emulation():
+        emulated = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    native = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(emulated, native, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize("function", [torch.addmm, torch.addmv, torch.baddbmm])
 def test_factors_are_applied_before_the_rounding(function):
     """Forward only: in the backward pass autograd multiplies by them in a step of its own."""
@@ -92,19 +152,6 @@ def test_it_rounds_once_at_the_end():
     small = torch.tensor([[2048.0, 1.0, 1.0]], dtype=torch.float16)
     with lab.tensor_core_emulation():
         assert (small @ torch.ones(3, 1).half()).item() == 2050.0
-
-
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the dtype of every matrix product below it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.mm.default:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
