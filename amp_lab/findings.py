@@ -238,15 +238,16 @@ def _judge_flushing(seen, unscaled: list) -> None:
     worst = max(
         tiny, key=lambda name: (tiny[name][0] + tiny[name][1]) * tiny[name][2], default=None
     )
-    harmful = False
+    sure = POSSIBLE
     if worst is not None:
         lossy, zero, _ = tiny[worst]
-        harmful = lossy + zero >= 0.5 and lossy >= 0.1 * (1.0 - zero)
+        if lossy >= 0.1 * (1.0 - zero):  # of those that are not 0
+            sure = CERTAIN if lossy + zero >= 0.5 else LIKELY
         sentence += (
             f" In {worst} {lossy:.0%} of the gradients are below 6.1e-5, where FP16 loses bits, "
             f"and {zero:.0%} are exactly 0."
         )
-    seen.note("fp16-without-scaler", CERTAIN if harmful else LIKELY, sentence)
+    seen.note("fp16-without-scaler", sure, sentence)
 
 
 def _judge_gradients(seen, known) -> None:

@@ -480,10 +480,8 @@ class Listener:
                     "optimizer.step() was called directly after unscale_: an overflow is not skipped.",
                     known.index,
                 )
-        if not _has_closure(args, kwargs):
-            self._measure_before_step(known)
-
-    def _measure_before_step(self, known: _Optimizer) -> None:
+        if _has_closure(args, kwargs):  # the gradients come within the step
+            return
         if known.measured is None:
             known.measured = self._measure(known)
         if not any(p.grad is not None for p in known.parameters):
@@ -492,9 +490,6 @@ class Listener:
 
     def _after_optimizer(self, optimizer, args, kwargs) -> None:
         known = self.optimizers[id(optimizer)]
-        if _has_closure(args, kwargs):
-            self._measure_before_step(known)
-            known.copies = []
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         known.ran = found_inf is None or not bool(found_inf)
         if known.copies and known.ran:
@@ -522,7 +517,7 @@ class Listener:
 
     def _scheduler_step(self, original, scheduler, *args, **kwargs):
         result = original(scheduler, *args, **kwargs)
-        known = self.optimizers.get(id(scheduler.optimizer))
+        known = self.optimizers.get(id(getattr(scheduler, "optimizer", None)))
         if known is not None and known.attempts:
             known.scheduler_calls += 1
             last = known.index - 1
@@ -557,27 +552,27 @@ class Listener:
         if bad_loss or (measured.nonfinite_share and not skipped):
             self._in_trouble = self.origin is None and self.probed < SEARCHES
 
-    def _norm(self, original, tensors, *args, **kwargs):
-        for known in self._scaled_and_among(tensors):
+    def _norm(self, original, *args, **kwargs):
+        for known in self._scaled_and_among(args, kwargs):
             known.norm_read = True
-        return original(tensors, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _multiply(self, original, tensors, *args, **kwargs):
-        for known in self._scaled_and_among(tensors):
+    def _multiply(self, original, *args, **kwargs):
+        for known in self._scaled_and_among(args, kwargs):
             known.multiplied = True
-        return original(tensors, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _clamp(self, original, tensors, *args, **kwargs):
-        for known in self._scaled_and_among(tensors):
+    def _clamp(self, original, *args, **kwargs):
+        for known in self._scaled_and_among(args, kwargs):
             known.clamped = True
-        return original(tensors, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    def _scaled_and_among(self, tensors) -> list[_Optimizer]:
-        """The optimizers with a gradient among `tensors` that is still scaled."""
+    def _scaled_and_among(self, *arguments) -> list[_Optimizer]:
+        """The optimizers with a gradient among the arguments that is still scaled."""
         scaled = [o for o in self.optimizers.values() if o.scaled_by and not o.unscaled]
         if not scaled or self._stepping is not None:
             return []
-        where = {t.data_ptr() for t in tensors_in(tensors)}
+        where = {t.data_ptr() for t in tensors_in(arguments)}
         return [
             known
             for known in scaled

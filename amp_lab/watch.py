@@ -102,7 +102,7 @@ class Log:
 
     def _summary(self) -> str:
         skipped = sum(s.skipped for s in self.steps)
-        text = f"watch: {len(self.steps)} steps, {skipped} skipped"
+        text = f"watch: {len(self.steps)} step{'s' * (len(self.steps) != 1)}, {skipped} skipped"
         if self._listener.scalers and self.steps:
             last = list(self._listener.scalers.values())[-1].scale
             text += f", loss scale {self.steps[0].scale:g} to {last:g}"
