@@ -198,6 +198,7 @@ def last_held(dtype):
             "use abs(x)",
         ),
         ("spacing", lambda x: spacing_by_frexp(x) / 2, "FP16 numbers are 2^-10"),
+        ("spacing", lambda x: max(spacing_by_frexp(x), 2**-23), "at 6.10352e-05 FP16 numbers are"),
         ("spacing", lambda x: math.copysign(spacing_by_frexp(x), x), "at -5 FP16 numbers are 2^-8"),
         ("spacing", answer(None), "gave something of type NoneType"),
         ("spacing", lambda x: 1 / 0, "your code raised ZeroDivisionError"),

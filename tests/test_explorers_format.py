@@ -296,6 +296,9 @@ def test_the_picture_names_bits_and_neighbors(panel):
     assert "NaN has no place on the number line" in texts(panel)
     panel.number.value = "2**-24"
     assert {"exponent 0 means -14", "0", "1.1920929e-07"} <= set(texts(panel))
+    panel.format.value, panel.number.value = "E4M3", "-460"
+    assert {"-448", "-416", "-460", "← 32 →", "too large: NaN"} <= set(texts(panel))
+    assert "infinity" not in texts(panel)
 
 
 def test_the_picture_puts_ticks_where_the_numbers_are(panel):
