@@ -12,12 +12,14 @@ from importlib import import_module
 from .audit import Audit, audit
 from .datasets import batches, fashion_mnist, shakespeare
 from .device import capabilities, setup
+from .dryrun import dry_run
 from .emulation import tensor_core_emulation
 from .formats import BF16, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
 from .gradients import ExponentHistogram
 from .measure import matmul_tflops, median_ms, peak_memory, saved_bytes
 from .measurements import make_step
 from .models import SmallCNN, WordLM
+from .policy import Policy, classify, op_table
 from .recordings import recordings
 from .scaler import LossScaler
 from .training import RECIPES, Recipe, Step, accuracy, train
@@ -26,9 +28,12 @@ from .watch import watch
 _LAZY = {
     "FormatExplorer": "explorers",
     "LiveChart": "live",
+    "PrecisionRace": "explorers",
+    "OpQuiz": "explorers",
     "ScaleExplorer": "explorers",
     "canvas": "canvas",
     "checks": "checks",
+    "distributed": "distributed",
     "explorers": "explorers",
     "live": "live",
     "plots": "plots",
@@ -44,6 +49,7 @@ __all__ = [
     "FP32",
     "FloatFormat",
     "LossScaler",
+    "Policy",
     "RECIPES",
     "Recipe",
     "SmallCNN",
@@ -54,10 +60,13 @@ __all__ = [
     "audit",
     "batches",
     "capabilities",
+    "classify",
+    "dry_run",
     "fashion_mnist",
     "make_step",
     "matmul_tflops",
     "median_ms",
+    "op_table",
     "peak_memory",
     "recordings",
     "saved_bytes",
