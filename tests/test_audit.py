@@ -8,6 +8,7 @@ import random
 import resource
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -346,7 +347,8 @@ def test_each_kernel_gets_its_dtype_and_its_cause():
         assert row(report, op).dtype == torch.float16 and row(report, op).cause == ""
     norm = row(report, "native_layer_norm", "layer")
     assert (norm.dtype, norm.cause) == (torch.float32, "autocast keeps layer_norm in FP32")
-    assert row(report, "softmax").cause == "autocast keeps softmax in FP32"
+    softmax = row(report, "softmax", "(model)")  # after the submodules, so not one of theirs
+    assert softmax.cause == "autocast keeps softmax in FP32"
     for op in ("add", "tanh"):
         assert row(report, op).dtype == torch.float32
         assert row(report, op).cause == (
@@ -483,6 +485,23 @@ def test_a_normed_activation_is_cast_once_for_each_reader():
     assert (cast.source, cast.casts, cast.repeated) == ("layer_norm in norm", 2, 1)
     assert (cast.module, cast.uncached) == ("q", "not a leaf")
     assert cast.bytes == 2 * 4 * 8 * (4 + 2)
+
+
+def test_casts_in_the_models_code_are_not_autocasts():
+    class ThereAndBack(nn.Module):
+        def forward(self, x):
+            return (
+                x.to(torch.float16).float().half().type(torch.bfloat16).softmax(-1, dtype=x.dtype)
+            )
+
+    report = audit(ThereAndBack(), torch.randn(4, 8))
+    assert report.cast_count == 0
+    assert sum(row.casts for row in report.casts) == 5
+
+
+def test_an_embedding_reads_the_rows_that_it_returns():
+    report = audit(nn.Embedding(50000, 16), zeros(4))
+    assert row(report, "embedding").bytes == 4 * 8 + 2 * 4 * 16 * 4
 
 
 def test_a_tensor_changed_in_place_is_another_tensor():
@@ -807,7 +826,7 @@ def test_bad_arguments_are_told():
     with pytest.raises(TypeError, match="nn.Module"):
         audit(lambda x: x, x)
     with pytest.raises(TypeError, match="TorchScript"):
-        with pytest.warns(DeprecationWarning):
+        with warnings.catch_warnings(action="ignore"):
             scripted = torch.jit.script(model)
         audit(scripted, x)
     with pytest.raises(ValueError, match="no module of that name"):
@@ -987,6 +1006,29 @@ def test_command_takes_several_inputs_and_dtypes():
         "int64",
     ]
     assert command(f"{here}:make_two_inputs", *both).code == 1
+
+
+def make_and_remember():
+    built.append(nn.Linear(8, 8))
+    return built[-1]
+
+
+def make_what_needs_values():
+    built.append(nn.Linear(8, 8))
+    float(built[-1].weight[0, 0])
+    return built[-1]
+
+
+built = []
+
+
+def test_command_builds_on_the_meta_device_if_it_can():
+    built.clear()
+    assert command(f"{__name__}:make_and_remember", "--input", "4x8").code == 0
+    assert [model.weight.is_meta for model in built] == [True]
+    built.clear()
+    assert command(f"{__name__}:make_what_needs_values", "--input", "4x8").code == 0
+    assert [model.weight.is_meta for model in built] == [True, False]
 
 
 def test_command_says_what_it_cannot_follow():
