@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from amp_lab.dryrun import CAST_BY_AUTOCAST
+from .dryrun import CAST_BY_AUTOCAST
 
 _aten = torch.ops.aten
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from amp_lab.causes import Causes, pattern
-from amp_lab.dryrun import dry_run
-from amp_lab.recorder import AuditError, Recording, record
-from amp_lab.report import Audit, Banned, CastRow, Row, SavedRow
-from amp_lab.roofline import Work, find_gpu
+from .causes import Causes, pattern
+from .dryrun import dry_run
+from .recorder import AuditError, Recording, record
+from .report import Audit, Banned, CastRow, Row, SavedRow
+from .roofline import Work, find_gpu
 
 __all__ = ["Audit", "AuditError", "audit"]
 

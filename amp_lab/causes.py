@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_map_only
 
-from amp_lab.policy import Policy, classify
-from amp_lab.recorder import HALF, Call, Cast, Kernel
+from .policy import Policy, classify
+from .recorder import HALF, Call, Cast, Kernel
 
 
 def pattern(path: str) -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from amp_lab.audit import Audit, AuditError, audit
+from .audit import Audit, AuditError, audit
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_lab.attention import fused_attention, multi_head_attention
-from amp_lab.dryrun import DryRun
-from amp_lab.tables import short
-from amp_lab.where import explain, own_line
+from .attention import fused_attention, multi_head_attention
+from .dryrun import DryRun
+from .tables import short
+from .where import explain, own_line
 
 HALF = (torch.float16, torch.bfloat16)
 LOSS = "(loss)"

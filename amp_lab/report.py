@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from amp_lab.recorder import HALF
-from amp_lab.roofline import GPU, Estimate, Work, estimate, find_gpu
-from amp_lab.tables import as_html, as_text, mib, short, shorten
+from .recorder import HALF
+from .roofline import GPU, Estimate, Work, estimate, find_gpu
+from .tables import as_html, as_text, mib, short, shorten
 
 
 @dataclass(frozen=True)

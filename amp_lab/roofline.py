@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from amp_lab.datasets import DATA
+from .datasets import DATA
 
 ASSUMPTIONS = (
     "the forward pass stands for the whole step; the optimizer, which works in FP32 either way, "

@@ -96,6 +96,10 @@ class LabPage:
         width = self.page.viewport_size["width"]
         self.page.set_viewport_size({"width": width, "height": int(full) + 200})
         self.page.wait_for_timeout(1500)
+        self.page.evaluate(
+            "document.querySelectorAll('.jp-Notebook, .jp-WindowedPanel-outer')"
+            ".forEach(part => { part.scrollTop = 0; })"
+        )
         paths = []
         for number, top in enumerate(range(0, int(full) + 200, height)):
             path = folder / f"{number:02d}.png"

@@ -15,24 +15,40 @@ PACKAGE = ROOT / "amp_lab"
 FLOORS = {
     "device": 0,
     "datasets": 0,
-    "models": 0,
     "formats": 0,
+    "models": 0,
+    "nonfinite": 0,
+    "tables": 0,
+    "where": 0,
     "dryrun": 1,
     "emulation": 1,
     "gradients": 1,
     "measure": 1,
     "recordings": 1,
+    "roofline": 1,
+    "scaler": 1,
+    "zones": 1,
+    "attention": 2,
+    "canvas": 2,
+    "findings": 2,
     "policy": 2,
-    "scaler": 2,
     "training": 2,
+    "listener": 3,
     "measurements": 3,
-    "canvas": 3,
-    "plots": 4,
-    "live": 4,
-    "checks": 4,
-    "explorers": 4,
-    "doctor": 5,
-    "__main__": 6,
+    "recorder": 3,
+    "causes": 4,
+    "report": 4,
+    "watch": 4,
+    "audit": 5,
+    "live": 5,
+    "plots": 5,
+    "checks": 6,
+    "explorers": 6,
+    "cli_audit": 7,
+    "cli_measure": 7,
+    "distributed": 7,
+    "doctor": 7,
+    "__main__": 8,
 }
 
 
@@ -47,7 +63,11 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level == depth:
             names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {name.split(".")[0] for name in names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_lab."):
+            names = [node.module.removeprefix("amp_lab.")]
+        else:
+            continue
+        found |= {name.split(".")[0] for name in names}
     return found
 
 

@@ -54,7 +54,6 @@ class FormatExplorer(Panel):
             _NumberLine(), [entry, self.message, widgets.HBox(fields, layout=wrapping)]
         )
         self.children = [*self.children, self.table]
-        self.picture.layout = widgets.Layout(width="900px", max_width="100%", object_fit="contain")
         self._lay_out_bits()
         self._update()
 

@@ -15,7 +15,9 @@ class Panel(widgets.VBox):
     def __init__(self, canvas: Canvas, controls: list[widgets.Widget]):
         self.canvas = canvas
         self.readout = widgets.HTML()
-        self.picture = widgets.Image(format="png")
+        width = round(canvas.figure.get_figwidth() * canvas.figure.dpi)
+        layout = widgets.Layout(width=f"{width}px", max_width="100%", object_fit="contain")
+        self.picture = widgets.Image(format="png", layout=layout)
         super().__init__([*controls, self.readout, self.picture])
 
     def show(self, sentence: str) -> None:
