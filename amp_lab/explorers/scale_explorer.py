@@ -1,5 +1,6 @@
 """A loss scale moves a backward pass through a format's window."""
 
+import html
 import math
 
 import ipywidgets as widgets
@@ -129,14 +130,17 @@ class ScaleExplorer(Panel):
 
     def _move(self):
         power = self.scale.value
+        number = f"{2**power:,}" if power >= 0 else f"1/{2**-power:,}"
         shares = self._shares(power)
         self._bars.set_data(edges=self._edges(power))
         for name, text in self._numbers.items():
             text.set_text(percent(shares[name]))
         self._cursor.set_xdata([power, power])
         self.show(
-            f"Scale 2<sup>{power}</sup> = {2.0**power:,.10g} in {self.format.value}: "
-            + ", ".join(f"<b>{percent(share)}</b> {name}" for name, share in shares.items())
+            f"Scale 2<sup>{power}</sup> = {number} in {self.format.value}: "
+            + ", ".join(
+                f"<b>{html.escape(percent(share))}</b> {name}" for name, share in shares.items()
+            )
             + f". Best: 2<sup>{self._best_power}</sup>."
         )
 
