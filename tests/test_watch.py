@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, SequentialLR, Step
 import amp_lab as lab
 from amp_lab.dryrun import dry_run
 from amp_lab.findings import ADVICE, MESSAGES
+from amp_lab.nonfinite import OriginFinder, nonfinite_shares
 from amp_lab.scaler import LossScaler
 from amp_lab.watch import watch
 
@@ -206,7 +207,7 @@ def fp16_accumulation_with_gradients_removed_by_hand(Scaler):
     with quiet(model, optimizer, scaler) as log:
         for i, (x, y) in enumerate(vectors(24)):
             scaler.scale(forward(model, x, y) / 4).backward()
-            if i % 4 == 3:
+            if i % 4 == 0:
                 scaler.step(optimizer)
                 scaler.update()
                 for p in model.parameters():
@@ -294,6 +295,44 @@ def fp16_two_optimizers_several_losses(Scaler):
                 scaler.step(optimizer)
             scaler.update()
     assert len(log.steps) == 16 and {step.optimizer for step in log.steps} == {0, 1}
+    return log
+
+
+@healthy
+def fp16_two_optimizers_with_early_skips_of_one(Scaler):
+    """The gradients of the body are larger, so it is skipped more often in the beginning."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(8, 8), nn.Linear(8, 4)
+    head.weight.data.mul_(20)
+    optimizers = [sgd(body, lr=1e-3), sgd(head, lr=1e-3)]
+    scaler = Scaler("cpu", init_scale=2.0**18)
+    with quiet([body, head], optimizers, scaler) as log:
+        for x, y in vectors(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with fp16():
+                loss = F.cross_entropy(head(body(x).tanh()), y)
+            scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    skips = [sum(s.skipped for s in log.steps if s.optimizer == i) for i in (0, 1)]
+    assert skips[0] >= skips[1] + 2
+    return log
+
+
+@healthy
+def fp32_evaluated_in_fp16(Scaler):
+    model = mlp()
+    optimizer = sgd(model)
+    with quiet(model, optimizer) as log:
+        for x, y in vectors(3):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", enabled=False):  # a region that is switched off
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                forward(model, x, y)
     return log
 
 
@@ -1694,6 +1733,50 @@ def test_the_scaler_can_be_saved_inside_the_block():
     assert not log.findings
 
 
+def test_a_search_ends_where_the_forward_pass_raises():
+    """The loop goes on after an error; what watch had set up for that pass is gone."""
+    model = mlp()
+    optimizer = sgd(model)
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+    outside = len(modes())
+    with quiet(model, optimizer) as log:
+        for x, y in vectors(1):
+            x[0] = float("nan")
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError):
+                model(torch.ones(2, 3))
+            assert len(modes()) == outside
+    assert "loss-nonfinite" in codes(log)
+
+
+def test_nonfinite_shares_counts_what_the_norm_suspects():
+    huge = torch.full((4,), 1e30)  # finite, although its squares are not
+    mixed = torch.tensor([1.0, float("inf"), float("nan"), float("-inf")])
+    named = [("huge", huge), ("mixed", mixed), ("none", torch.empty(0)), ("half", half(2) * 6e4)]
+    assert nonfinite_shares(named) == {"mixed": 0.75}
+    assert nonfinite_shares([]) == {}
+
+
+def test_memory_that_was_never_written_is_no_origin():
+    class Buffered(nn.Linear):
+        def forward(self, x):
+            out = torch.empty(len(x), 4)  # deterministic mode fills it with NaN
+            out.copy_(super().forward(x))
+            return out.log()
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        model = Buffered(8, 4)
+        with OriginFinder(model) as finder:
+            model(-model.weight.sign())  # every output is negative
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "the operation log made NaN in float32" in finder.origin.sentence
+    assert not finder.origin.overflow
+
+
 def test_blocks_can_be_nested():
     model, other = mlp(), mlp(1)
     optimizers = sgd(model), sgd(other)
@@ -1800,6 +1883,10 @@ def test_report_is_printed_only_for_findings(capsys):
         forward(model, x, y).backward()
         optimizer.step()
     assert capsys.readouterr().out == f"{log}\n"
+    with lab.watch(model, optimizer, report=False) as silent:
+        optimizer.zero_grad()
+        optimizer.step()
+    assert codes(silent) == {"no-gradients"} and capsys.readouterr().out == ""
     assert str(log).startswith("watch: 1 step, 0 skipped, autocast FP16")
     assert "fp16-without-scaler (possible)" in str(log)
     with pytest.raises(ZeroDivisionError), lab.watch(model, optimizer):
