@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 import torch
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from .canvas import BLACK, BLUE, GREEN, ORANGE, RED, SKY, Canvas, look, new_figure
 from .formats import FloatFormat
 from .gradients import ExponentHistogram
+from .policy import OpTable, Policy
 from .zones import count_in_powers_of_two, draw_zones, percent, zones
 
 
@@ -574,7 +575,8 @@ def speedups(rows: dict[str, float], highlight: str = "here") -> Canvas:
             hatch="//" if own else "",
             edgecolor="white",
         )
-        ax.text(ratio + 0.03, row, f"{ratio:.2f}x", va="center", fontsize=12)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(ratio + 0.03, row, f"{ratio:.2f}x", va="center", fontsize=12, bbox=box, zorder=3)
     ax.axvline(1, color=BLACK, linestyle=":", linewidth=1.5)
     ax.set_yticks(range(len(rows)), rows, fontsize=11)
     ax.invert_yaxis()
@@ -667,3 +669,75 @@ def error_by_magnitude(x: torch.Tensor, rounded: dict[str, torch.Tensor]) -> Can
     return Canvas(
         figure, f"Lines: relative error by magnitude of an element, for {', '.join(rounded)}."
     )
+
+
+# ---- autocast's op classification ----------------------------------------------------------------
+
+
+def autocast_path() -> Canvas:
+    """The way of a call through PyTorch's dispatcher: autocast, autograd, kernel."""
+    figure, ax = _diagram(10, 2.9)
+    gray, blue = "#EEEEEE", "#D6E8F4"
+    _box(ax, 1.3, 1.7, "your call\nF.linear(x, w)", 1.9, 0.9, gray)
+    _box(ax, 4.1, 1.7, "autocast\nlinear? cast down", 2.0, 0.9, blue)
+    _box(ax, 6.75, 1.7, "autograd\nrecords casts\nand product", 1.7, 1.1, gray)
+    _box(ax, 9.0, 1.7, "kernel\nmm", 1.2, 0.9, gray)
+    for start, end, dtype in ((2.3, 3.0, "FP32"), (5.2, 5.8, "FP16"), (7.7, 8.3, "FP16")):
+        _arrow(ax, (start, 1.7), (end, 1.7))
+        ax.text((start + end) / 2, 2.02, dtype, ha="center", fontsize=11, weight="bold")
+    ax.plot([9.0, 9.0, 1.3, 1.3], [1.2, 0.5, 0.5, 0.9], color=BLACK, linewidth=1.8)
+    _arrow(ax, (1.3, 0.8), (1.3, 1.2), "FP16", (5.2, 0.5))
+    return Canvas(
+        figure,
+        "Diagram: a call of linear with FP32 tensors passes autocast, which casts them to FP16, then "
+        "autograd, then the kernel; an FP16 result comes back.",
+    )
+
+
+_POLICY_LOOKS = {
+    Policy.LOWER_PRECISION: ("16", BLUE, "white"),
+    Policy.FP32: ("32", "#BBBBBB", BLACK),
+    Policy.WIDEST: ("W", ORANGE, BLACK),
+    Policy.AS_INPUT: ("=", "white", BLACK),
+    Policy.BANNED: ("X", RED, "white"),
+}
+
+
+def op_map(cuda: OpTable, cpu: OpTable) -> Canvas:
+    """A tile for each operation by group, CUDA above CPU; the letters name the policies.
+
+    A thick frame marks an operation of one policy on CUDA and another on the CPU.
+    """
+    groups = list(dict.fromkeys(op.group for op in cuda))
+    figure, ax = _diagram(10, 0.7 + 0.62 * len(groups))
+    top = 0.62 * len(groups) + 0.1
+    for row, group in enumerate(groups):
+        y = top - 0.62 * row - 0.62
+        ax.text(2.9, y + 0.28, group, ha="right", va="center", fontsize=11)
+        for height, label in ((0.28, "CUDA"), (0.0, "CPU")):
+            ax.text(3.45, y + height + 0.13, label, ha="right", va="center", fontsize=8)
+        names = [op.name for op in cuda if op.group == group]
+        for column, name in enumerate(names):
+            x = 3.55 + 0.35 * column
+            _tile(ax, x, y + 0.28, cuda[name].policy)
+            _tile(ax, x, y, cpu[name].policy)
+            if cuda[name].policy is not cpu[name].policy:
+                ax.add_patch(Rectangle((x, y), 0.34, 0.54, fill=False, linewidth=2.2, zorder=3))
+    x = 0.35
+    for policy in _POLICY_LOOKS:
+        _tile(ax, x, top + 0.2, policy)
+        ax.text(x + 0.45, top + 0.33, str(policy), va="center", fontsize=11)
+        x += 0.95 + 0.105 * len(str(policy))
+    ax.add_patch(Rectangle((x, top + 0.2), 0.34, 0.26, fill=False, linewidth=2.2))
+    ax.text(x + 0.45, top + 0.33, "CUDA and CPU differ", va="center", fontsize=11)
+    return Canvas(
+        figure,
+        "A map of operations by group, one tile each: the policy of CUDA autocast (dry run) above that "
+        "of CPU autocast, a thick frame where they differ.",
+    )
+
+
+def _tile(ax, x, y, policy):
+    letters, color, ink = _POLICY_LOOKS.get(policy, ("?", "white", BLACK))
+    ax.add_patch(Rectangle((x, y), 0.34, 0.26, facecolor=color, edgecolor="#888888", linewidth=0.6))
+    ax.text(x + 0.17, y + 0.125, letters, ha="center", va="center", fontsize=9, color=ink)
