@@ -7,6 +7,7 @@ that particular mistake. The exercises of one notebook share a module.
 from .classification import *  # noqa: F403
 from .cost import *  # noqa: F403
 from .floats import *  # noqa: F403
+from .full_loop import *  # noqa: F403
 from .many import *  # noqa: F403
 from .scaling import *  # noqa: F403
 from .start import *  # noqa: F403
