@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from amp_lab import distributed
+from amp_lab.checks.many import ranks_that_skip
 from amp_lab.datasets import batches, fashion_mnist
 
 OWN = """
 import os, signal, time
 from pathlib import Path
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 
 def ranks(device):
@@ -37,6 +40,16 @@ def fall(device):
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def skips_alone(device):
+    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    gradients = []
+    for step in (0, 1) if dist.get_rank() == 0 else (0, 2):
+        model.zero_grad()
+        (10**step * model(torch.ones(1, 1))).sum().backward()
+        gradients.append(model.module.weight.grad.item())
+    return gradients
 
 
 def neighbor(device):
@@ -71,6 +84,15 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_every_example_is_on_exactly_one_rank(monkeypatch):
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 2)
+    shares = []
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed.dist, "get_rank", lambda rank=rank: rank)
+        shares.append(distributed.share(torch.arange(6)).tolist())
+    assert shares == [[0, 2, 4], [1, 3, 5]]
+
+
 # ---- the experiments -------------------------------------------------------------------------------
 
 
@@ -88,6 +110,13 @@ def test_an_overflow_on_one_rank_makes_all_skip_and_the_replicas_stay_equal():
         assert all(step["loss is finite"] for step in rank)
     assert [step["weights"] for step in zero] == [step["weights"] for step in one]
     assert len({step["weights"] for step in zero}) == 4
+    assert {rank for rank in (0, 1) if ranks[rank][2]["skipped"]} == ranks_that_skip("DDP", {1}, 2)
+
+
+def test_a_rank_that_leaves_a_step_alone_mixes_up_the_next_ones(own):
+    average_of_step_1_and_step_2 = (10 + 100) / 2
+    expected = [1.0, average_of_step_1_and_step_2]
+    assert distributed.launch("own_experiments:skips_alone") == [expected, expected]
 
 
 def test_no_sync_saves_all_reduces_and_changes_nothing_else():
@@ -141,6 +170,13 @@ def test_policies_say_which_dtype_is_where():
 
 def test_plain_shards_need_the_sharded_scaler_and_fsdp2_does_not():
     ranks = distributed.launch("sharded_scaler")
+    for way, setup in (
+        ("FSDP2, GradScaler", "FSDP2"),
+        ("by hand, GradScaler", "plain shards"),
+        ("by hand, ShardedGradScaler", "plain shards, ShardedGradScaler"),
+    ):
+        skipped = {rank for rank in (0, 1) if not ranks[rank][way][0]["moved"]}
+        assert skipped == ranks_that_skip(setup, {0}, 2)
     for rank, history in enumerate(ranks):
         for way, (first, second) in history.items():
             assert first["own gradients are finite"] is (rank == 1)
