@@ -18,7 +18,7 @@ from .formats import BF16, E4M3, E5M2, FP16, FP32, TF32, FloatFormat
 from .gradients import ExponentHistogram
 from .measure import matmul_tflops, median_ms, peak_memory, saved_bytes
 from .measurements import make_step
-from .models import SmallCNN, WordLM
+from .models import CharTransformer, SmallCNN, WordLM
 from .policy import Policy, classify, op_table
 from .recordings import recordings
 from .scaler import LossScaler
@@ -42,6 +42,7 @@ _LAZY = {
 __all__ = [
     "Audit",
     "BF16",
+    "CharTransformer",
     "E4M3",
     "E5M2",
     "ExponentHistogram",

@@ -741,3 +741,42 @@ def _tile(ax, x, y, policy):
     letters, color, ink = _POLICY_LOOKS.get(policy, ("?", "white", BLACK))
     ax.add_patch(Rectangle((x, y), 0.34, 0.26, facecolor=color, edgecolor="#888888", linewidth=0.6))
     ax.text(x + 0.17, y + 0.125, letters, ha="center", va="center", fontsize=9, color=ink)
+
+
+# ---- training with AMP ---------------------------------------------------------------------------
+
+
+def amp_step_timeline() -> Canvas:
+    """The calls of one training step in order, and in which state the gradients are meanwhile."""
+    blue, red, gray = "#D6E8F4", "#F9DDCB", "#EEEEEE"
+    calls = {
+        "autocast:\nforward, loss": gray,
+        "scale(loss)\n.backward()": red,
+        "unscale_": gray,
+        "clip, log,\ninspect": blue,
+        "scaler.step": gray,
+        "update": gray,
+        "scheduler\nif not skipped": gray,
+    }
+    figure, ax = _diagram(11.4, 2.9)
+    for place, (call, color) in enumerate(calls.items()):
+        _box(ax, 0.85 + 1.61 * place, 2.2, call, 1.3, 0.8, color)
+        if place:
+            _arrow(ax, (1.61 * place - 0.09, 2.2), (1.61 * place + 0.15, 2.2))
+    for left, right, color, text in (
+        (0.15, 1.69, gray, "no gradients"),
+        (1.77, 3.37, red, "scaled: hands off"),
+        (3.45, 11.25, blue, "true gradients: clip, log, compare"),
+    ):
+        ax.add_patch(Rectangle((left, 0.75), right - left, 0.6, color=color))
+        ax.text((left + right) / 2, 1.05, text, ha="center", va="center", fontsize=12)
+    ax.text(
+        *(0.15, 0.3),
+        "On a skipped step, scaler.step leaves the weights alone and update() lowers the scale.",
+        fontsize=12,
+    )
+    return Canvas(
+        figure,
+        "Diagram: the calls of one AMP training step in order. Gradients are scaled from backward "
+        "until unscale_, and true from there on.",
+    )
