@@ -190,11 +190,13 @@ class Audit:
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        parts = [f"<b>{html.escape(self._title())}</b>", as_html(("", ""), self._facts())]
+        parts = [f"<b>{html.escape(self._title())}</b>", as_html((), self._facts())]
         parts += [
             f"<b>{title}</b>{as_html(header, rows)}" for title, header, rows in self._tables()
         ]
-        parts += [as_html((title,), [(line,) for line in lines]) for title, lines in self._lists()]
+        for title, lines in self._lists():
+            items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+            parts.append(f"<b>{title}</b><ul>{items}</ul>")
         return "".join(parts)
 
     def _title(self) -> str:
@@ -255,7 +257,12 @@ class Audit:
                 "Kept for backward",
                 ("by", "without autocast", "with", "of that weight copies"),
                 [
-                    (r.op, mib(r.without), mib(r.with_autocast), mib(r.weight_copies))
+                    (
+                        r.op,
+                        mib(r.without),
+                        mib(r.with_autocast),
+                        mib(r.weight_copies) if r.weight_copies else "",
+                    )
                     for r in self.saved[:_SHOWN]
                 ],
             )

@@ -18,13 +18,26 @@ def as_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def as_html(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table; every cell is escaped."""
+    """An HTML table: columns of numbers to the right, all others to the left; cells are escaped.
+
+    An empty header gives a table without one.
+    """
+    rows = list(rows)
+    aligns = [
+        "right" if all(cell[:1].isdigit() or not cell for cell in column) else "left"
+        for column in zip(*rows, strict=True)
+    ]
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        styled = zip(cells, aligns, strict=True)
+        row = "".join(
+            f'<{tag} style="text-align: {align}">{html.escape(cell)}</{tag}>'
+            for cell, align in styled
+        )
+        return f"<tr>{row}</tr>"
 
-    body = "".join(line(row, "td") for row in rows)
-    return f"<table><thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
+    head = f"<thead>{line(header, 'th')}</thead>" if header else ""
+    return f"<table>{head}<tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
 def short(dtype: torch.dtype) -> str:

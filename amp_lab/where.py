@@ -23,9 +23,17 @@ def own_line() -> str:
     frame = sys._getframe(1)
     while frame is not None and not _starts(frame.f_code):
         if not _is_machinery(frame.f_code.co_filename):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            return f"{_name(frame.f_code.co_filename)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _name(filename: str) -> str:
+    """A file's name without its folder; for a notebook's cell `In[5]`, as IPython's tracebacks say."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    cell = shell.compile.format_code_name(filename) if shell else None
+    return cell[1] if cell else Path(filename).name
 
 
 def _starts(code: CodeType) -> bool:
@@ -84,4 +92,4 @@ def _failing_line(trace: TracebackType | None, module_class: type) -> str:
         return ""
     filename, number = (at_home or lines)[-1]
     code = linecache.getline(filename, number).strip()
-    return f", {Path(filename).name}:{number}" + (f", `{code}`" if code else "")
+    return f", {_name(filename)}:{number}" + (f", `{code}`" if code else "")

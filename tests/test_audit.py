@@ -920,6 +920,9 @@ def test_the_report_prints_shows_and_exports():
             assert words in shown
     assert html.count("<table>") == html.count("</table>") >= 4
     assert "<Linear" not in html
+    # Words to the left, numbers to the right.
+    assert '<td style="text-align: left">big</td>' in html
+    assert '<td style="text-align: right">1</td>' in html
     exported = json.loads(json.dumps(report.to_dict()))
     assert exported == report.to_dict()
     assert exported["flops"] == report.flops
