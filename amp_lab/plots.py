@@ -175,9 +175,9 @@ def exponent_histograms(
 ) -> Canvas:
     """One histogram of exponents a row, by name, above the zones of a format.
 
-    `what` says what was counted: "gradients", say. Each row is scaled to its own highest bar; at its
-    right stands the share that the format flushes to zero. The x-axis runs from 2**lowest to
-    2**highest.
+    `what` says what was counted: "gradients", say. Each row is scaled to its own highest bar, and even
+    the smallest bar can be seen; at its right stands the share that the format flushes to zero. The
+    x-axis runs from 2**lowest to 2**highest.
     """
     figure, ax = new_figure(10, 1.3 + 0.42 * len(histograms))
     ax.set_xlim(lowest, highest)
@@ -185,7 +185,8 @@ def exponent_histograms(
     for row, histogram in enumerate(histograms.values()):
         if histogram.nonzero:
             edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
-            heights = 0.85 * histogram.counts / histogram.counts.max()
+            heights = np.maximum(0.85 * histogram.counts / histogram.counts.max(), 0.12)
+            heights[histogram.counts == 0] = 0
             ax.stairs(row - heights, edges, baseline=row, fill=True, color=BLUE, zorder=2)
         ax.axhline(row, color="#808080", linewidth=0.6, zorder=1)
         lost = percent(histogram.fraction_lost(f))
