@@ -94,7 +94,6 @@ class Canvas:
         """Draw the figure as it is now."""
         if self._background is None:
             self._agg.draw()
-            self.figure.set_layout_engine("none")
             self._background = self._agg.copy_from_bbox(self.figure.bbox)
         else:
             self._agg.restore_region(self._background)
