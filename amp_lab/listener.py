@@ -25,6 +25,7 @@ from .nonfinite import (
     Origin,
     OriginFinder,
     nonfinite_shares,
+    stored,
     tensors_in,
     to_floats,
 )
@@ -585,9 +586,7 @@ class Listener:
     def _measure(self, known: _Optimizer) -> _Measured:
         with_gradient = [p for p in known.parameters if p.grad is not None]
         known.with_gradient.update(map(id, with_gradient))
-        named = [
-            (self.name(p), p.grad._values() if p.grad.is_sparse else p.grad) for p in with_gradient
-        ]
+        named = [(self.name(p), stored(p.grad)) for p in with_gradient]
         named = [(name, grad) for name, grad in named if grad.numel()]
         losses = to_floats(known.losses)
         loss = sum(losses) / len(losses) if losses else None
@@ -619,7 +618,7 @@ class Listener:
                 moves = p.dtype in LOWER_PRECISION and p.grad is not None and not p.grad.is_sparse
                 if moves and group.get("lr", 1.0) > 0 and p.numel() <= room:
                     room -= p.numel()
-                    copies.append((p, p.detach().clone()))
+                    copies.append((p, stored(p).clone()))
         return copies
 
     def _find_bad_buffers(self) -> list[str]:
@@ -667,8 +666,8 @@ def _mean(loss: torch.Tensor) -> torch.Tensor:
 
 def _unmoved_share(copies) -> float:
     """Of the weights with a gradient other than 0, the share that the step left as they were."""
-    stayed = sum(int(((p == old) & (p.grad != 0)).sum()) for p, old in copies)
-    pulled = sum(int((p.grad != 0).sum()) for p, _ in copies)
+    stayed = sum(int(((stored(p) == old) & (stored(p.grad) != 0)).sum()) for p, old in copies)
+    pulled = sum(int((stored(p.grad) != 0).sum()) for p, _ in copies)
     return stayed / pulled if pulled else 0.0
 
 

@@ -27,6 +27,14 @@ def tensors_in(nested) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in this process: of a sparse tensor those it holds, of a sharded one its shard."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return tensor._values()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def to_floats(tensors: list[torch.Tensor]) -> list[float]:
     """The values of 0-dim tensors, with one wait for the device."""
     if not tensors:
@@ -41,7 +49,8 @@ def nonfinite_shares(named: list[tuple[str, torch.Tensor]]) -> dict[str, float]:
     One fused norm per tensor finds the suspects; only those are counted, since a sum of squares may
     overflow where the values themselves do not.
     """
-    named = [(name, t.detach()) for name, t in named if t.numel()]
+    named = [(name, stored(t)) for name, t in named]
+    named = [(name, t) for name, t in named if t.numel()]
     norms = to_floats(list(foreach_norm([t for _, t in named], 2))) if named else []
     shares = {}
     for (name, t), norm in zip(named, norms, strict=True):

@@ -36,7 +36,7 @@ def watch(model, optimizer, scaler=None, report: bool = True) -> "Log":
     bit-equal with and without `watch`. While the block runs, the scaler classes, `torch.autocast`,
     `torch.autograd.backward`, the schedulers and a few norm functions are replaced by listening
     versions; on leaving, all are put back. Statistics by parameter are taken in the first ten
-    steps and in every tenth after that; every step waits once for the device.
+    steps and in every tenth after that; every step waits for the device.
 
     What cannot be seen: scaled gradients that are read by other ways than `norm`, `linalg.norm`,
     `linalg.vector_norm` or `torch.nn.utils` (a histogram in a hook, `abs().max()`), and even these if

@@ -10,8 +10,11 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, SequentialLR, StepLR
 
 import amp_lab as lab
@@ -550,6 +553,27 @@ def sparse_embedding(Scaler):
             optimizer.zero_grad()
             F.cross_entropy(model(words), words % 4).backward()
             optimizer.step()
+    return log
+
+
+@healthy
+def sharded_in_one_process(Scaler):
+    """FSDP2: parameters and gradients are DTensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = mlp()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with quiet(model, optimizer) as log:
+            for x, y in vectors(3):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x).float(), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+    finally:
+        dist.destroy_process_group()
+    assert log.steps[0].zero_share.keys() == dict(mlp().named_parameters()).keys()
     return log
 
 
