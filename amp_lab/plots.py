@@ -781,3 +781,60 @@ def amp_step_timeline() -> Canvas:
         "Diagram: the calls of one AMP training step in order. Gradients are scaled from backward "
         "until unscale_, and true from there on.",
     )
+
+
+# ---- audit ---------------------------------------------------------------------------------------
+
+
+def kept_for_backward(reports: dict) -> Canvas:
+    """Bars, one an audit: bytes kept for backward with autocast, as a multiple of those without it.
+
+    `reports` maps names to `Audit`s. The hatched part is 16-bit copies of weights.
+    """
+    figure, ax = new_figure(9, 1.2 + 0.55 * len(reports))
+    longest = 1.0
+    for row, report in enumerate(reports.values()):
+        without, with_autocast = report.saved_bytes
+        ratio, copies = with_autocast / without, report.weight_copy_bytes / without
+        label = ("activations", "16-bit copies of weights") if row == 0 else (None, None)
+        ax.barh(row, ratio - copies, 0.6, color=BLUE, edgecolor="white", label=label[0])
+        ax.barh(
+            row, copies, 0.6, ratio - copies, color=ORANGE, hatch="//", edgecolor="white",
+            label=label[1],
+        )  # fmt: skip
+        ax.text(ratio + 0.03, row, f"{ratio:.2f}x", va="center", fontsize=12)
+        longest = max(longest, ratio)
+    for x, style in ((0.5, ":"), (1.0, "-")):
+        ax.axvline(x, color=BLACK, linestyle=style, linewidth=1.2)
+    ax.set_yticks(range(len(reports)), reports, fontsize=12)
+    ax.set_ylim(len(reports) - 0.5, -0.5)
+    ax.set_xlim(0, 1.12 * longest)
+    ax.set_xlabel("kept for backward with autocast, FP32 = 1 (dotted: one half)")
+    ax.legend(frameon=False, fontsize=11, loc="upper right")
+    return Canvas(
+        figure,
+        "Bars: bytes kept for backward with CUDA autocast (dry run) relative to FP32, activations and "
+        f"16-bit weight copies, for {', '.join(reports)}.",
+    )
+
+
+def kept_by_batch(ratios: dict[str, dict[int, float]]) -> Canvas:
+    """Lines: bytes kept for backward with autocast over those without, against the batch."""
+    figure, ax = new_figure(9, 4.2)
+    for index, (name, points) in enumerate(ratios.items()):
+        ax.plot(list(points), list(points.values()), linewidth=2.2, label=name, **look(name, index))
+    batches = sorted({batch for points in ratios.values() for batch in points})
+    ax.axhline(1, color=BLACK, linewidth=1.2)
+    ax.axhline(0.5, color=BLACK, linestyle=":", linewidth=1.2)
+    ax.text(batches[-1], 1.03, "as much as FP32", ha="right", va="bottom", fontsize=11)
+    ax.text(batches[-1], 0.49, "one half", ha="right", va="top", fontsize=11)
+    ax.set(xscale="log", yscale="log", xlabel="batch", ylabel="kept with autocast, FP32 = 1")
+    ax.set_xticks(batches, batches)
+    ax.set_yticks([0.5, 1, 2, 4], ["0.5x", "1x", "2x", "4x"])
+    ax.minorticks_off()
+    ax.legend(frameon=False, fontsize=12, loc="upper right")
+    return Canvas(
+        figure,
+        "Lines: bytes kept for backward with CUDA autocast (dry run) relative to FP32 by batch, for "
+        f"{', '.join(ratios)}.",
+    )
