@@ -22,7 +22,7 @@ from torch import nn
 
 from .device import capabilities
 from .measure import matmul_tflops, median_ms, peak_memory, saved_bytes
-from .models import SmallCNN, WordLM
+from .models import CharTransformer, SmallCNN, WordLM
 from .recordings import FORMAT, check_path, describe, save
 from .training import RECIPES, Recipe
 
@@ -54,6 +54,7 @@ class Grid:
     small_cnn: tuple[int, ...]
     word_lm: tuple[tuple[int, int], ...]
     vocabulary: int
+    char_transformer: tuple[tuple[int, int], ...]
 
 
 GRIDS = {
@@ -64,6 +65,7 @@ GRIDS = {
         small_cnn=(16, 64, 256),
         word_lm=((64, 256), (64, 1024), (512, 256), (512, 1024)),
         vocabulary=8192,
+        char_transformer=((96, 8), (96, 64), (384, 8), (384, 64)),
     ),
     "cuda": Grid(
         sizes=(256, 512, 1024, 2048, 4096, 8192),
@@ -72,6 +74,7 @@ GRIDS = {
         small_cnn=(64, 512, 4096),
         word_lm=((64, 1024), (64, 8192), (1024, 1024), (1024, 8192)),
         vocabulary=16384,
+        char_transformer=((96, 64), (96, 1024), (768, 64), (768, 1024)),
     ),
 }
 
@@ -158,8 +161,8 @@ def _points(grid: Grid, machine: dict) -> Iterator[tuple[str, str, Callable[[], 
     """Each measurement: its place in the recording, its name, and the function that takes it."""
     device = machine["device"]
     precisions = ["fp32", "fp16", "bf16"]
-    if device == "cuda" and machine["gpu_bf16"]:  # Tensor Cores for BF16 and TF32 came together
-        precisions.insert(1, "tf32")
+    if device == "cuda":  # Tensor Cores for BF16 and TF32 came together
+        precisions = ["fp32", "tf32", "fp16", "bf16"] if machine["gpu_bf16"] else ["fp32", "fp16"]
     for n in grid.sizes:
         for name in precisions:
             if name != "fp16" or n <= grid.native_fp16_up_to:
@@ -203,8 +206,8 @@ def _step(facts: dict, build: Callable, name: str) -> dict:
 def _workloads(grid: Grid, device: str):
     """Name, width, batch and a function that makes (model, inputs, targets)."""
 
-    def make(model, inputs, classes):
-        targets = torch.randint(classes, inputs.shape[:1])
+    def make(model, inputs, classes, each_position=False):
+        targets = torch.randint(classes, inputs.shape if each_position else inputs.shape[:1])
         return model.to(device), inputs.to(device), targets.to(device)
 
     for width, batch in grid.mlp:
@@ -229,6 +232,19 @@ def _workloads(grid: Grid, device: str):
             batch,
             lambda w=width, b=batch: make(
                 WordLM(words, hidden=w), torch.randint(words, (b, 2)), words
+            ),
+        )
+    characters, context = 64, 64
+    for width, batch in grid.char_transformer:
+        yield (
+            "CharTransformer",
+            width,
+            batch,
+            lambda w=width, b=batch: make(
+                CharTransformer(characters, context, width=w, layers=2),
+                torch.randint(characters, (b, context)),
+                characters,
+                each_position=True,
             ),
         )
 

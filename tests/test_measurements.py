@@ -20,6 +20,7 @@ TINY = measurements.Grid(
     small_cnn=(2,),
     word_lm=((8, 4),),
     vocabulary=32,
+    char_transformer=((6, 2),),
 )
 
 
@@ -41,7 +42,7 @@ def test_a_recording_holds_every_point(recording):
     found = {(row["n"], row["dtype"]) for row in recording["matmul"]}
     assert found - {(8, "tf32"), (16, "tf32")} == expected
     steps = {(row["model"], row["precision"]) for row in recording["steps"]}
-    for model in ("MLP", "SmallCNN", "WordLM"):
+    for model in ("MLP", "SmallCNN", "WordLM", "CharTransformer"):
         assert {(model, name) for name in ("fp32", "fp16", "bf16")} <= steps
     if recording["machine"]["device"] == "cpu":
         emulated = {row["precision"] for row in recording["steps"] if row["emulated"]}
@@ -86,9 +87,10 @@ def test_tf32_is_set_for_a_while():
     before = switches()
     with pytest.raises(KeyError), measurements.tf32(True):
         assert switches() == ("high", True) and torch.backends.cuda.matmul.allow_tf32
-        with measurements.tf32(False):
-            assert switches() == ("highest", False)
         raise KeyError
+    assert switches() == before
+    with measurements.tf32(False):
+        assert switches() == ("highest", False)
     assert switches() == before
 
 
