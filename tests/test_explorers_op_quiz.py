@@ -111,6 +111,7 @@ def test_mixed_inputs(quiz):
     assert quiz.op.name == "dot" and "FP32 and FP16" in texts(quiz)
     quiz.answer(P.WIDEST)
     assert "mixed in, FP32 out" in quiz.explanation
+    assert texts(quiz)[-3:] == ["FP32", "FP16", "FP32"]
     assert "Mixed inputs raise without autocast" in quiz.explanation
     quiz.next.click()
     quiz.answer(P.FP32)
