@@ -68,7 +68,7 @@ class CharTransformer(nn.Module):
         context: int = 64,
         width: int = 96,
         heads: int = 3,
-        layers: int = 2,
+        layers: int = 1,
     ):
         super().__init__()
         self.context = context
@@ -78,8 +78,6 @@ class CharTransformer(nn.Module):
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary_size)
-        for embedding in (self.characters, self.positions):
-            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
         x = self.characters(characters)
