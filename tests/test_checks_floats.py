@@ -98,7 +98,13 @@ def without(part):
 
     def decode(code):
         sign = -1.0 if code >> 15 and part != "sign" else 1.0
+        if part == "brackets":
+            sign = -1.0
+        if part == "power of -1":
+            sign = code >> 15
         exponent, mantissa = code >> 10 & 31, code & 1023
+        if part == "floats" and code & 0x7FFF == 0:
+            return int(sign) * mantissa / 1024
         bias = 0 if part == "bias" else 15
         if exponent == 31 and part != "infinity":
             is_infinity = mantissa == 0 or part == "NaN"
@@ -128,6 +134,10 @@ def last_held(dtype):
     ("check", "attempt", "hint"),
     [
         ("by_hand", answer(1.0, -0.625, 3 * 2**-24), "the digit 1 before the point is not stored"),
+        ("by_hand", answer(1.5, -0.625, 3 * 2**-24), "by 2 to the power 16 - 15"),
+        ("by_hand", answer(3, -1.25, 3 * 2**-24), "by 2 to the power 14 - 15"),
+        ("by_hand", answer(3, -0.625, 3 / 1024), "3/1024 is the significand"),
+        ("by_hand", answer(3, -0.625, 3 * 2**-14), "it is worth 3/1024"),
         ("by_hand", answer(98304, -0.625, 3 * 2**-24), "the exponent field is 16"),
         ("by_hand", answer(4, -0.625, 3 * 2**-24), "significand is 1.5, not 2"),
         ("by_hand", answer(3, 0.625, 3 * 2**-24), "What does it say?"),
@@ -146,6 +156,9 @@ def last_held(dtype):
         ("decode_fp16", without("bias"), "0x3c00 is 1.0: exponent field 15, minus the bias 15"),
         ("decode_fp16", without("leading one"), "0x3c00 is 1.0"),
         ("decode_fp16", without("1024"), "512 is worth 512/1024"),
+        ("decode_fp16", without("brackets"), "Write (-1)**sign"),
+        ("decode_fp16", without("power of -1"), "must not be multiplied with"),
+        ("decode_fp16", without("floats"), "Make the magnitude a float first"),
         ("decode_fp16", without("sign"), "the sign is the leftmost bit"),
         ("decode_fp16", without("subnormals"), "0x0001 is 2^-24, a subnormal"),
         ("decode_fp16", without("power"), "0x0001 is 2^-24, a subnormal"),
@@ -160,6 +173,7 @@ def last_held(dtype):
         ),
         ("decode_fp16", lambda code: None, "gave something of type NoneType"),
         ("first_missing_integer", rounds_both_sides, "Use .item()"),
+        ("first_missing_integer", answer(None), "If your code prints the integer"),
         ("first_missing_integer", last_held, "2048 is the last of the row"),
         ("first_missing_integer", answer(2049), "the same integer for both dtypes"),
         ("first_missing_integer", lambda d: 1 / torch.finfo(d).eps + 1, "1025 is held by float16"),
@@ -197,9 +211,17 @@ def last_held(dtype):
             lambda x: 2.0 ** (max(math.floor(math.log2(x)), -14) - 10) if x else 2**-24,
             "use abs(x)",
         ),
+        ("spacing", lambda x: 2.0 ** (max(math.frexp(x)[1], -14) - 10), "is p + 1: subtract 1"),
+        ("spacing", lambda x: 2.0 ** (int(math.log2(abs(x))) - 10), "math.floor rounds it down"),
+        ("spacing", lambda x: 2**-24 if x < 2**-14 else spacing_by_frexp(x), "use abs(x)"),
+        (
+            "spacing",
+            lambda x: 2.0 ** (max(math.frexp(x)[1] - 1, -14) - 10),
+            "math.frexp(0.0) is (0.0, 0)",
+        ),
         ("spacing", lambda x: spacing_by_frexp(x) / 2, "FP16 numbers are 2^-10"),
         ("spacing", lambda x: max(spacing_by_frexp(x), 2**-23), "at 6.10352e-05 FP16 numbers are"),
-        ("spacing", lambda x: math.copysign(spacing_by_frexp(x), x), "at -5 FP16 numbers are 2^-8"),
+        ("spacing", lambda x: math.copysign(spacing_by_frexp(x), x), "at -5 it is -0.00390625"),
         ("spacing", answer(None), "gave something of type NoneType"),
         ("spacing", lambda x: 1 / 0, "your code raised ZeroDivisionError"),
     ],

@@ -125,6 +125,10 @@ def broken(model, optimizer, images, labels):
     return undefined_name  # noqa: F821
 
 
+def broken_at_length(model, optimizer, images, labels):
+    raise RuntimeError("CUDA error\n\nto learn more, read\n  two more lines\n")
+
+
 def verdict(attempt, capsys):
     lab.checks.amp_step(attempt)
     line = capsys.readouterr().out
@@ -156,6 +160,7 @@ def test_the_stub_is_not_attempted(capsys):
         (no_zero_grad, "Keep optimizer.zero_grad()"),
         (wrong_sign, "the loss did not fall"),
         (no_model, "the model was not called"),
+        (broken_at_length, "RuntimeError: CUDA error to learn more, read two more lines\n"),
         (broken, "your code raised NameError: name 'undefined_name' is not defined"),
     ],
 )

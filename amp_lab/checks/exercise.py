@@ -34,6 +34,7 @@ def exercise(check: Callable) -> Callable:
         except Hint as hint:
             print(f"NOT YET  {name}: {hint}")
         except Exception as error:
-            print(f"NOT YET  {name}: your code raised {type(error).__name__}: {error}")
+            reason = " ".join([f"{type(error).__name__}:", *str(error).split()])
+            print(f"NOT YET  {name}: your code raised {reason}")
 
     return checked

@@ -54,11 +54,13 @@ def by_hand(attempt):
         {
             1.0: "first code: the mantissa is read as 1.1 in binary: the digit 1 before the point is "
             "not stored. You left it out.",
+            1.5: "first code: 1.5 is the significand. Multiply it by 2 to the power 16 - 15.",
             98304.0: "first code: the exponent field is 16, from which the bias 15 is subtracted.",
             4.0: "first code: the first mantissa bit is worth 1/2, so the significand is 1.5, not 2.",
         },
         {
             0.625: "second code: the first bit is 1. What does it say?",
+            -1.25: "second code: 1.25 is the significand. Multiply it by 2 to the power 14 - 15.",
             -0.125: "second code: a normal number has a 1 before the point: 1.01 in binary.",
             -2.5: "second code: the exponent is 14 - 15 = -1, so the last step is to halve.",
             -20480.0: "second code: subtract the bias 15 from the exponent field 14.",
@@ -68,10 +70,15 @@ def by_hand(attempt):
             0.0: "third code: all exponent bits are 0, but the mantissa is not. It is a subnormal "
             "number: small, not zero.",
             one_and * 2**-15: (
-                "third code: an exponent field of 0 means a subnormal number. It has a 0 before the "
-                "point, and its power is -14."
+                "third code: an exponent field of 0 means a subnormal number. It has a 0 before "
+                "the point, and its power is -14."
             ),
             one_and * 2**-14: ("third code: a subnormal number has a 0 before the point, not a 1."),
+            3 / 1024: "third code: 3/1024 is the significand, 0.M. Multiply it by 2^-14.",
+            3 * 2**-14: (
+                "third code: the mantissa field is 3, but its ten bits stand after the point: it "
+                "is worth 3/1024."
+            ),
             3 / 1024 * 2**-15: (
                 "third code: almost. Subnormal numbers use the power of the smallest normal ones, "
                 "2^-14, not 2^-15."
@@ -100,6 +107,17 @@ def decode_fp16(attempt):
 
     It is compared with PyTorch's own reading of all 65,536 codes.
     """
+    one = _number(attempt(0x3C00), "decode_fp16(0x3c00)")
+    if one == -1:
+        raise Hint(
+            "the code 0x3c00 is 1.0; you returned -1. In Python -1**sign is -(1**sign), always -1. "
+            "Write (-1)**sign."
+        )
+    if one == 0:
+        raise Hint(
+            "the code 0x3c00 is 1.0; you returned 0. Its sign bit is 0: that means plus, and must "
+            "not be multiplied with. Use (-1)**sign."
+        )
     for code, hint in (
         (0x3C00, "the code 0x3c00 is 1.0: exponent field 15, minus the bias 15."),
         (0x4000, "the code 0x4000 is 2.0: exponent field 16, minus the bias 15."),
@@ -108,7 +126,11 @@ def decode_fp16(attempt):
         (0x0001, "the code 0x0001 is 2^-24, a subnormal number: 0 before the point, power -14."),
         (0x0200, "the code 0x0200 is 2^-15, a subnormal number: 0 before the point, power -14."),
         (0x0000, "the code 0x0000 is 0.0."),
-        (0x8000, "the code 0x8000 is -0.0: zero has a sign, too."),
+        (
+            0x8000,
+            "the code 0x8000 is -0.0: zero has a sign, too. (Integers have no -0: a -1 that is "
+            "multiplied by the integer 0 gives 0. Make the magnitude a float first.)",
+        ),
         (0x7C00, "the code 0x7c00 is infinity: exponent field 31 and mantissa 0."),
         (0xFC00, "the code 0xfc00 is minus infinity."),
         (0x7E00, "the code 0x7e00 is NaN: exponent field 31 and a mantissa that is not 0."),
@@ -143,7 +165,8 @@ def first_missing_integer(attempt):
     answers = {dtype: attempt(dtype) for dtype in (torch.float16, torch.bfloat16)}
     if answers[torch.float16] is None or answers[torch.bfloat16] is None:
         raise Hint(
-            "no integer was found. Does your comparison round both sides? torch.tensor(5001, "
+            "nothing was returned. If your code prints the integer, let it return it. If it finds "
+            "none: does your comparison round both sides? torch.tensor(5001, "
             "dtype=torch.float16) == 5001 is True: the 5001 on the right is rounded as well. "
             "Use .item() to compare as Python numbers."
         )
@@ -161,8 +184,8 @@ def first_missing_integer(attempt):
             raise Hint("you gave the same integer for both dtypes; BF16 has fewer mantissa bits.")
         if answer == right // 2 + 1:
             raise Hint(
-                f"{answer:g} is held by {name}: the 1 before the point is not stored, so there is one "
-                "more bit of precision than there are mantissa bits."
+                f"{answer:g} is held by {name}: the 1 before the point is not stored, so there is "
+                "one more bit of precision than there are mantissa bits."
             )
         if answer in largest.get(dtype, ()):
             raise Hint(
@@ -240,8 +263,8 @@ def spacing(attempt):
         except (ValueError, OverflowError) as error:
             if x == 0:
                 raise Hint(
-                    f"spacing(0) raised {type(error).__name__}: zero has no logarithm. Zero is among "
-                    "the subnormal numbers, which are 2^-24 apart."
+                    f"spacing(0) raised {type(error).__name__}: zero has no logarithm. Zero is "
+                    "among the subnormal numbers, which are 2^-24 apart."
                 ) from None
             if x < 0:
                 raise Hint(
@@ -250,21 +273,41 @@ def spacing(attempt):
                 ) from None
             raise
 
+    if ask(1.0) == 2**-9 and ask(5.0) == 2**-7:
+        raise Hint(
+            "twice too much: at 1 = 2^0 the spacing is 2^-10. The second part of math.frexp(x) is "
+            "p + 1: subtract 1."
+        )
     if ask(1.0) == ask(1024.0) == 2**-10:
         raise Hint(
             "you always return 2^-10. That is the spacing from 1 to 2; from 2 to 4 it is twice that."
         )
     if ask(1.0) == 2**-10 and ask(1.5) == 1.5 * 2**-10:
         raise Hint(
-            "your spacing grows within the interval from 1 to 2. It is constant from one power of two "
-            "to the next: use the exponent, the logarithm rounded down."
+            "your spacing grows within the interval from 1 to 2. It is constant from one power of "
+            "two to the next: use the exponent, the logarithm rounded down."
         )
     if ask(1.0) == 2**-10 and ask(1.9) == 2**-9:
         raise Hint("spacing(1.9) is 2^-10, as for all of 1 to 2: round the logarithm down.")
     if ask(1.0) == 2**-10 and ask(3e-5) == 2**-26:
         raise Hint(
-            "below 2^-14 the numbers are subnormal, and the spacing stays 2^-24: the exponent is never "
-            "smaller than -14."
+            "below 2^-14 the numbers are subnormal, and the spacing stays 2^-24: the exponent is "
+            "never smaller than -14."
+        )
+    if ask(1.0) == 2**-10 and ask(0.1) == 2**-13:
+        raise Hint(
+            "twice too much at 0.1, whose logarithm is negative: int() cuts it towards zero. "
+            "math.floor rounds it down."
+        )
+    if ask(-5.0) != ask(5.0) == 2**-8:
+        raise Hint(
+            f"at 5 your spacing is 2^-8, which is right, and at -5 it is {ask(-5.0):g}. The sign "
+            "does not matter: use abs(x)."
+        )
+    if ask(3e-5) == 2**-24 and ask(0.0) == 2**-11:
+        raise Hint(
+            "at 0 you returned 2^-11: math.frexp(0.0) is (0.0, 0), as if 0 were about 1/2. Zero is "
+            "among the subnormal numbers, which are 2^-24 apart."
         )
     for x in (
         1.0,
