@@ -185,6 +185,7 @@ NONSENSE = [
     ("[1]", "is no number that I can read"),
     ("(" * 500, "is no number that I can read"),
     ("1+" * 40_000 + "1", "is no number that I can read"),
+    ("+".join("1" * 30) + "+" + "1" * 5, "a calculation has at most 60 characters"),
     ("\0", "is no number that I can read"),
     ("<script>alert(1)</script>", "is no number that I can read"),
 ]
@@ -203,6 +204,13 @@ def test_nonsense_changes_nothing_and_says_so(panel, text, words):
     panel.number.value = "0.25"
     assert panel.message.value == ""
     assert panel.explanations["FP16"].x == 0.25
+
+
+def test_a_message_repeats_no_more_of_the_number_than_fits(panel):
+    panel.number.value = "0." + "3" * 5000
+    panel.number.value = "banana"
+    assert "this is still 0.3333" in panel.message.value
+    assert len(panel.message.value) < 250
 
 
 def test_after_nonsense_a_flip_writes_the_number_again(panel):

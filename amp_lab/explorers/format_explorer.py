@@ -99,7 +99,7 @@ class FormatExplorer(Panel):
         try:
             self._read(change["new"])
         except ValueError as error:
-            words = f"{error} Nothing changed: this is still {self._text}."
+            words = f"{error} Nothing changed: this is still {_short(self._text)}."
             self.message.value = html.escape(words, quote=False)
         else:
             self._update()
@@ -180,6 +180,13 @@ _OPERATORS = {
 }
 
 
+LONGEST = 60  # characters: of a calculation, and of what a message repeats
+
+
+def _short(text):
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
 def read_number(text: str, format: FloatFormat) -> tuple[float, int]:
     """Read a number, a calculation or a bit pattern; return the number and its code in `format`.
 
@@ -192,9 +199,11 @@ def read_number(text: str, format: FloatFormat) -> tuple[float, int]:
         try:
             code = int(text, 0)
         except ValueError:
-            raise ValueError(f'"{text[:60]}" is no bit pattern; 0x3c00 would be one.') from None
+            raise ValueError(f'"{_short(text)}" is no bit pattern; 0x3c00 would be one.') from None
         if code >> format.bits:
-            raise ValueError(f"{text[:60]} has more bits than the {format.bits} of {format.name}.")
+            raise ValueError(
+                f"{_short(text)} has more bits than the {format.bits} of {format.name}."
+            )
         return format.decode(code), code
     x = _calculate(text)
     return x, format.encode(x)
@@ -205,15 +214,20 @@ def _calculate(text):
         return float(text)
     except ValueError:
         pass
+    if len(text) > LONGEST:
+        raise ValueError(
+            f'"{_short(text)}" is no number that I can read: a calculation has at most {LONGEST}'
+            " characters."
+        )
     try:
-        return _value(ast.parse(text[:60], mode="eval").body)
+        return _value(ast.parse(text, mode="eval").body)
     except ZeroDivisionError:
-        raise ValueError(f'"{text[:60]}" divides by zero.') from None
+        raise ValueError(f'"{_short(text)}" divides by zero.') from None
     except OverflowError:
-        raise ValueError(f'"{text[:60]}" is too large even for FP64.') from None
+        raise ValueError(f'"{_short(text)}" is too large even for FP64.') from None
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError):
         raise ValueError(
-            f'"{text[:60]}" is no number that I can read. Try 0.1, 1e-8, 2**-24, inf or nan, or bits'
+            f'"{_short(text)}" is no number that I can read. Try 0.1, 1e-8, 2**-24, inf or nan, or bits'
             " such as 0x3c00."
         ) from None
 
