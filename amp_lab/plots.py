@@ -33,7 +33,9 @@ def relative_step_time(milliseconds: dict[str, float]) -> Canvas:
     for row, (name, ms) in enumerate(milliseconds.items()):
         ratio = ms / milliseconds["fp32"]
         ax.barh(row, ratio, color=look(name)["color"], height=0.6)
-        ax.text(ratio + 0.02, row, f"{ratio:.2f}x   ({ms:.1f} ms)", va="center", fontsize=12)
+        words = f"{ratio:.2f}x   ({ms:.1f} ms)"
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 2}  # hides the dotted line
+        ax.text(ratio + 0.02, row, words, va="center", fontsize=12, bbox=box)
     ax.axvline(1.0, color=BLACK, linestyle=":", linewidth=1)
     ax.set_yticks(range(len(milliseconds)), milliseconds, fontsize=12)
     ax.invert_yaxis()
@@ -139,7 +141,8 @@ def format_spacing(formats: list[FloatFormat], lowest: int = -30, highest: int =
         powers = [p for p in range(lowest, highest + 1) if 2.0**p <= f.max]
         gaps = [f.spacing(2.0**p) for p in powers]
         ax.step([2.0**p for p in powers], gaps, where="post", linewidth=2.5, **_format_look(f))
-        ax.text(2.0**lowest * 1.3, gaps[0] * 6, f.name, fontsize=12)
+        above = 1.6 * f.spacing(2.0 ** (lowest + 3))  # the line has risen at the end of the word
+        ax.text(2.0**lowest * 1.3, above, f.name, fontsize=12)
         if f.max < 2.0**highest:
             ax.plot(f.max, gaps[-1], "X", color=_format_look(f)["color"], markersize=10)
     ax.set(
