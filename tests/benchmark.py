@@ -189,7 +189,9 @@ def notebook_display():
         yield
 
 
-@row("slider move to new PNG, ScaleExplorer", "interact, new matplotlib figure", "0.1x, at most 0.2x")
+@row(
+    "slider move to new PNG, ScaleExplorer", "interact, new matplotlib figure", "0.1x, at most 0.2x"
+)
 def slider():
     import ipywidgets
     import matplotlib.pyplot as plt
