@@ -805,7 +805,8 @@ def kept_for_backward(reports: dict) -> Canvas:
             row, copies, 0.6, ratio - copies, color=ORANGE, hatch="//", edgecolor="white",
             label=label[1],
         )  # fmt: skip
-        ax.text(ratio + 0.03, row, f"{ratio:.2f}x", va="center", fontsize=12)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.text(ratio + 0.04, row, f"{ratio:.2f}x", va="center", fontsize=12, bbox=box, zorder=3)
         longest = max(longest, ratio)
     for x, style in ((0.5, ":"), (1.0, "-")):
         ax.axvline(x, color=BLACK, linestyle=style, linewidth=1.2)
@@ -832,8 +833,10 @@ def kept_by_batch(ratios: dict[str, dict[int, float]]) -> Canvas:
     ax.text(batches[-1], 1.03, "as much as FP32", ha="right", va="bottom", fontsize=11)
     ax.text(batches[-1], 0.49, "one half", ha="right", va="top", fontsize=11)
     ax.set(xscale="log", yscale="log", xlabel="batch", ylabel="kept with autocast, FP32 = 1")
+    ax.set_ylim(0.4, 1.2 * max(max(points.values()) for points in ratios.values()))
     ax.set_xticks(batches, batches)
-    ax.set_yticks([0.5, 1, 2, 4], ["0.5x", "1x", "2x", "4x"])
+    ticks = [t for t in (0.5, 1, 2, 4, 8, 16) if t <= ax.get_ylim()[1]]
+    ax.set_yticks(ticks, [f"{t:g}x" for t in ticks])
     ax.minorticks_off()
     ax.legend(frameon=False, fontsize=12, loc="upper right")
     return Canvas(

@@ -29,11 +29,11 @@ def own_line() -> str:
 
 
 def _name(filename: str) -> str:
-    """A file's name without its folder; for a notebook's cell `In[5]`, as IPython's tracebacks say."""
+    """A file's name without its folder; `cell` for the cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    cell = shell.compile.format_code_name(filename) if shell else None
-    return cell[1] if cell else Path(filename).name
+    is_cell = shell is not None and shell.compile.format_code_name(filename) is not None
+    return "cell" if is_cell else Path(filename).name
 
 
 def _starts(code: CodeType) -> bool:
