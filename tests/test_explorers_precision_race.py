@@ -309,7 +309,8 @@ def test_the_text_alternative_does_not_depend_on_the_data(race):
     "options, message",
     [
         ({"learning_rate": 0.0}, "learning_rate is 0.0, expected 1e-6 to 10"),
-        ({"loss_scale": 0.5}, r"loss_scale is 0.5, expected 1 to 2\*\*40"),
+        ({"loss_scale": 0.5}, r"loss_scale is 0.5, expected a power of two from 1 to 2\*\*40"),
+        ({"loss_scale": 1000}, "loss_scale is 1000, expected a power of two"),
     ],
 )
 def test_bad_numbers_are_refused(options, message):

@@ -19,6 +19,7 @@ from .panel import Panel
 
 ENTRANTS = ("fp32", "fp16 (no scaling)", "fp16 + GradScaler", "bf16")
 SCALED = "fp16 + GradScaler"
+SCALES = {f"2^{power}": 2.0**power for power in range(41)}
 SMOOTHING = 0.8  # the share of the previous value in the curves' moving average
 DRAWING = 0.05  # the share of the time that goes into drawing, at most
 
@@ -71,8 +72,10 @@ class PrecisionRace(Panel):
             raise ValueError(
                 f"PrecisionRace: learning_rate is {learning_rate}, expected 1e-6 to 10"
             )
-        if not 1 <= loss_scale <= 2.0**40:
-            raise ValueError(f"PrecisionRace: loss_scale is {loss_scale}, expected 1 to 2**40")
+        if loss_scale not in SCALES.values():
+            raise ValueError(
+                f"PrecisionRace: loss_scale is {loss_scale}, expected a power of two from 1 to 2**40"
+            )
         if make_batches is None:
             images = fashion_mnist(device).train
             make_batches = lambda: batches(images, size=128, steps=2000)  # noqa: E731
@@ -88,13 +91,11 @@ class PrecisionRace(Panel):
         self._playing = False
         self._start_clock()
 
-        self.play = widgets.Button(description="▶ play", tooltip="train until paused")
-        self.pause = widgets.Button(description="⏸ pause", disabled=True)
-        self.step = widgets.Button(description="⏵ step", tooltip="one step in each precision")
-        self.reset = widgets.Button(description="⟲ reset", tooltip="back to the first weights")
-        for button in (self.play, self.pause, self.step, self.reset):
-            button.layout.width = "90px"
-        wide = {"style": {"description_width": "110px"}, "layout": widgets.Layout(width="420px")}
+        self.play = _button("play", "train until paused")
+        self.pause = _button("pause", "let other cells have the processor", disabled=True)
+        self.step = _button("step-forward", "one step in each precision", description="step")
+        self.reset = _button("undo", "back to the first weights", description="reset")
+        wide = {"style": {"description_width": "110px"}, "layout": widgets.Layout(width="440px")}
         self.learning_rate = widgets.FloatLogSlider(
             learning_rate,
             base=10,
@@ -105,15 +106,8 @@ class PrecisionRace(Panel):
             readout_format=".1e",
             **wide,
         )
-        self.loss_scale = widgets.FloatLogSlider(
-            loss_scale,
-            base=2,
-            min=0,
-            max=40,
-            step=1,
-            description="loss scale",
-            readout_format=".3g",
-            **wide,
+        self.loss_scale = widgets.SelectionSlider(
+            options=SCALES.items(), value=loss_scale, description="loss scale", **wide
         )
         buttons = widgets.HBox([self.play, self.pause, self.step, self.reset])
         super().__init__(_RaceChart(), [buttons, self.learning_rate, self.loss_scale])
@@ -279,6 +273,13 @@ class PrecisionRace(Panel):
             "<table style='text-align:right;font-variant-numeric:tabular-nums'>"
             f"<tr>{heads}</tr>{rows}</table>"
         )
+
+
+def _button(icon, tooltip, description=None, **options):
+    layout = widgets.Layout(width="90px")
+    return widgets.Button(
+        description=description or icon, icon=icon, tooltip=tooltip, layout=layout, **options
+    )
 
 
 def _row(name: str, steps: list[Step]) -> str:
