@@ -5,7 +5,8 @@ import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
 import amp_lab as lab
-from amp_lab.explorers.op_quiz import _explain
+from amp_lab.canvas import Canvas
+from amp_lab.explorers.op_quiz import _explain, _table
 
 P = lab.Policy
 
@@ -15,12 +16,18 @@ def quiz():
     return lab.OpQuiz(["softmax", "mm", "add", "dot", "binary_cross_entropy"])
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """For quizzes of many questions: all but the pictures."""
+    monkeypatch.setattr(Canvas, "png", lambda canvas: b"")
+
+
 def shown(quiz):
     return quiz.question.value, quiz.readout.value, quiz.picture.value
 
 
 def texts(quiz):
-    return [text.get_text() for text in quiz.canvas.moving]
+    return [text.get_text() for text in quiz.canvas.figure.axes[0].texts]
 
 
 def test_the_answer_is_hidden_until_there_is_one(quiz):
@@ -31,7 +38,7 @@ def test_the_answer_is_hidden_until_there_is_one(quiz):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_verdicts_are_those_of_pytorchs_own_lists(device):
+def test_the_verdicts_are_those_of_pytorchs_own_lists(device, undrawn):
     lists = AutocastTestLists("cpu") if device == "cuda" else AutocastCPUTestLists("cpu")
     known = {}
     for attribute, policy in (
@@ -42,7 +49,7 @@ def test_the_verdicts_are_those_of_pytorchs_own_lists(device):
         ("torch_need_autocast_promote", P.WIDEST),
     ):
         known |= {entry[0]: policy for entry in getattr(lists, attribute, [])}
-    table = {op.name for op in lab.op_table(device)}
+    table = {op.name for op in _table(device)}
     names = sorted(table & set(known))
     assert len(names) > 8
     quiz = lab.OpQuiz(names, device_type=device)
@@ -72,7 +79,7 @@ def test_only_the_first_answer_counts(quiz):
     quiz.answer(P.AS_INPUT)
     assert (quiz.score, quiz.asked) == (0, 1)
     assert "✗" in quiz.readout.value and "Not as input, but FP32" in quiz.readout.value
-    assert "✗ you said: as input" in texts(quiz)[3]
+    assert "FP32\n✗ you said: as input" in texts(quiz)
     assert quiz.picture.value != before
     quiz.answer(P.FP32)
     assert (quiz.score, quiz.asked) == (0, 1)
@@ -104,6 +111,16 @@ def test_each_device_answers_for_itself(quiz):
     assert "✓" in quiz.explanation and "CPU" not in quiz.explanation
 
 
+def test_the_picture_follows_the_device_type(quiz):
+    on_cuda = quiz.picture.value
+    quiz.device.value = "cpu"
+    on_cpu = quiz.picture.value
+    quiz.canvas.invalidate()
+    assert quiz.canvas.png() == on_cpu != on_cuda
+    quiz.device.value = "cuda"
+    assert quiz.picture.value == on_cuda
+
+
 def test_mixed_inputs(quiz):
     assert "(one float input)" in texts(quiz)
     for _ in range(3):
@@ -120,14 +137,14 @@ def test_mixed_inputs(quiz):
 
 @pytest.mark.parametrize("policy", P)
 def test_every_wrong_answer_says_what_would_have_been_seen(policy):
-    table = {op.name: op for op in lab.op_table("cuda")}
+    table = _table("cuda")
     name = "mm" if policy is not P.LOWER_PRECISION else "softmax"
     verdict, facts = _explain(table[name], "CUDA autocast (dry run)", "FP16", policy)
     assert verdict == f"✗ Not {policy}, but {table[name].policy}."
     assert f"For “{policy}”, " in facts
 
 
-def test_without_names_the_whole_table_is_asked_in_a_repeatable_order():
+def test_without_names_the_whole_table_is_asked_in_a_repeatable_order(undrawn):
     one, two, other = lab.OpQuiz(), lab.OpQuiz(), lab.OpQuiz(seed=1)
     assert one._order == two._order != other._order
     assert sorted(one._order) == sorted(other._order)
@@ -150,6 +167,11 @@ def test_the_static_picture_and_its_text(quiz):
 def test_autocast_is_left_as_it_was(quiz):
     quiz.device.value = "cpu"
     assert not torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+
+
+def test_quizzes_share_what_was_probed(quiz):
+    assert lab.OpQuiz(["mm", "softmax"]).op is _table("cuda")["mm"]
+    assert list(_table("cuda")) == list(lab.op_table("cuda"))
 
 
 def test_bad_input(quiz):

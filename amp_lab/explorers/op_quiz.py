@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import ipywidgets as widgets
 import torch
@@ -35,8 +36,7 @@ class OpQuiz(Panel):
     def __init__(self, ops: Sequence[str] | None = None, device_type: str = "cuda", seed: int = 0):
         if device_type not in DEVICES:
             raise ValueError(f"OpQuiz: device_type is {device_type!r}, expected 'cuda' or 'cpu'")
-        self._tables: dict[str, OpTable] = {}
-        self._order = _order(self._table(device_type), ops, seed)
+        self._order = _order(_table(device_type), ops, seed)
         self._place, self._answered = 0, False
         self.score = self.asked = 0
 
@@ -66,7 +66,7 @@ class OpQuiz(Panel):
     @property
     def op(self) -> Op:
         """The operation in question: its row in the table of the chosen device type."""
-        return self._table(self.device.value)[self._order[self._place]]
+        return _table(self.device.value)[self._order[self._place]]
 
     def answer(self, policy: Policy) -> None:
         """Answer the question, as the button of `policy` does.
@@ -90,15 +90,9 @@ class OpQuiz(Panel):
         self._place = (self._place + 1) % len(self._order)
         self._ask()
 
-    def _table(self, device_type):
-        if device_type not in self._tables:
-            dtype = torch.get_autocast_dtype(device_type)
-            self._tables[device_type] = op_table(device_type, dtype)
-        return self._tables[device_type]
-
     def _show(self, answer):
         op, device = self.op, DEVICES[self.device.value]
-        half = short(self._tables[self.device.value].dtype)
+        half = short(_table(self.device.value).dtype)
         self.question.value = (
             f"<b style='font-size:120%'>{op.name}</b> ({op.group}). What does {device} do with it?"
         )
@@ -106,6 +100,13 @@ class OpQuiz(Panel):
         verdict, facts = _explain(op, device, half, answer)
         self.explanation = f"{verdict} {facts}"
         self.show(f"<b>{verdict}</b> {facts}")
+
+
+def _table(device_type) -> OpTable:
+    return _probed(device_type, torch.get_autocast_dtype(device_type))
+
+
+_probed = cache(op_table)  # takes seconds, and the answers do not change
 
 
 def _order(table, ops, seed):
@@ -179,16 +180,19 @@ class _ThreeProbes(Canvas):
         self._verdict = text(4.5, 0.7, 12, ha="center", linespacing=1.5)
         self._inputs = [text(1.4, y, 13, ha="center") for y in ROWS]
         self._outputs = [text(7.6, y, 13, ha="center", weight="bold") for y in ROWS]
-        moving = [self._title, self._score, self._name, self._verdict]
         super().__init__(
             figure,
             "An operation, the dtypes that go in and, once answered, those that come out.",
-            [*moving, *self._inputs, *self._outputs],
+            # The title and two inputs change only with the device type: they are drawn to stay.
+            [self._score, self._name, self._verdict, self._inputs[2], *self._outputs],
         )
 
     def draw(self, op: Op, device: str, half: str, answer: Policy | None, score: str) -> None:
         """Show `op`, and what comes out if there is an `answer`."""
-        self._title.set_text(f"{device}, {half}")
+        title = f"{device}, {half}"
+        if title != self._title.get_text():
+            self._title.set_text(title)
+            self.invalidate()
         self._score.set_text(score)
         self._name.set_text(op.name)
         self._name.set_fontsize(min(13, 260 / len(op.name)))
