@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -171,18 +172,21 @@ def _silent(model, silent: bool):
 def same_loss(device: torch.device) -> dict[str, list[float]]:
     """Loss of each step, by one process on the whole batch and by all ranks on their shares."""
     data = fashion_mnist(device).train
-    half, brain = torch.float16, torch.bfloat16
-    bf16 = MixedPrecisionPolicy(param_dtype=brain, reduce_dtype=torch.float32)
-    alone, replicated = network, lambda device: DistributedDataParallel(network(device))
+    fp16, bf16 = torch.float16, torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32)
+
+    def replicated():
+        return DistributedDataParallel(network(device))
+
     return {
-        "one process, fp32": _losses(alone(device), data),
-        "DDP, fp32": _losses(replicated(device), data, together=True),
+        "one process, fp32": _losses(network(device), data),
+        "DDP, fp32": _losses(replicated(), data, together=True),
         "FSDP2, fp32": _losses(sharded(device, MixedPrecisionPolicy()), data, together=True),
-        "one process, fp16 + GradScaler": _losses(alone(device), data, half),
-        "DDP, fp16 + GradScaler": _losses(replicated(device), data, half, together=True),
-        "one process, bf16": _losses(alone(device), data, brain),
-        "DDP, bf16": _losses(replicated(device), data, brain, together=True),
-        "FSDP2, bf16": _losses(sharded(device, bf16), data, together=True),
+        "one process, fp16 + GradScaler": _losses(network(device), data, fp16),
+        "DDP, fp16 + GradScaler": _losses(replicated(), data, fp16, together=True),
+        "one process, bf16": _losses(network(device), data, bf16),
+        "DDP, bf16": _losses(replicated(), data, bf16, together=True),
+        "FSDP2, bf16": _losses(sharded(device, policy), data, together=True),
     }
 
 
@@ -294,6 +298,11 @@ class ShardedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor):
         super().__init__()
+        if len(weight) % dist.get_world_size():
+            raise ValueError(
+                f"ShardedLinear: {len(weight)} rows cannot be cut into {dist.get_world_size()} equal "
+                "pieces; start a number of processes that divides them, such as 2"
+            )
         self.rows = nn.Parameter(weight.chunk(dist.get_world_size())[dist.get_rank()].clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -372,8 +381,8 @@ def launch(experiment: str, processes: int = 2, seconds: float = 60) -> list:
     `module.py` beside the notebook: it takes the rank's `torch.device`, runs on every rank at once,
     and returns what JSON can hold. Item r of the result comes from rank r.
 
-    After `seconds`, or when you interrupt, all processes are ended; a process that nobody can end
-    any more, because this one is gone, ends itself then.
+    After `seconds`, or when you interrupt, all processes are ended. If this process is gone, the
+    others notice, and end themselves.
 
     Raises `RuntimeError` with the rank, the error and the end of its traceback if a rank fails, and
     `TimeoutError`, saying what each rank was doing, if time runs out.
@@ -393,11 +402,11 @@ def launch(experiment: str, processes: int = 2, seconds: float = 60) -> list:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)]
         command += ["-m", "amp_lab.distributed", experiment]
-        command += ["--results", name, "--seconds", str(seconds)]
+        command += ["--results", name]
         with open(folder / "log", "w") as log:
             torchrun = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # see _end_with_the_launcher
                 stdout=log,
                 stderr=log,
                 env=os.environ | _environment(),
@@ -426,14 +435,15 @@ def _environment() -> dict[str, str]:
 
 
 def _end(torchrun: subprocess.Popen) -> None:
-    """End torchrun, which ends its workers first: kindly, and after 30 s by force."""
-    if torchrun.poll() is None:
-        torchrun.terminate()
-        try:
+    """End torchrun, which ends its workers first: by SIGTERM, and after 30 s by SIGKILL."""
+    try:
+        if torchrun.poll() is None:
+            torchrun.terminate()
             torchrun.wait(40)
-        finally:
-            torchrun.kill()
-            torchrun.wait()
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+        torchrun.stdin.close()
 
 
 def _what_failed(folder: Path, experiment: str, processes: int) -> str:
@@ -478,28 +488,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="torchrun ... -m amp_lab.distributed")
     parser.add_argument("experiment", help=f"{', '.join(EXPERIMENTS)}, or module:function")
     parser.add_argument("--results", type=Path, help="folder for RANK.json; default: print")
-    parser.add_argument("--seconds", type=float, default=600, help="the process ends itself then")
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
 
-    if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_REAL, options.seconds + 5)
-    if options.results and hasattr(faulthandler, "register"):
-        stack = open(options.results / f"{rank}.stack", "w")
-        faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
+    if options.results:
+        threading.Thread(target=_end_with_the_launcher, daemon=True).start()
+        if hasattr(faulthandler, "register"):
+            stack = open(options.results / f"{rank}.stack", "w")
+            faulthandler.register(signal.SIGTERM, file=stack, all_threads=False, chain=True)
     try:
-        result = _run(options.experiment)
+        result = json.dumps(_run(options.experiment), indent=2)
     except Exception as error:
         if options.results:
-            _write(options.results / f"{rank}.error", _report(rank, error))
+            _write(options.results / f"{rank}.error", json.dumps(_report(rank, error)))
         raise
     if options.results:
         _write(options.results / f"{rank}.json", result)
     else:
-        print(f"rank {rank}: {json.dumps(result, indent=2)}", flush=True)
+        print(f"rank {rank}: {result}", flush=True)
     # A gloo thread may still hold a tensor when Python shuts down, and then abort the process.
     # Source: github.com/pytorch/pytorch/pull/179291.
     os._exit(0)
+
+
+def _end_with_the_launcher() -> None:
+    """Wait until the process that called `launch` closes our stdin, or dies, which closes it, too."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 def _run(experiment: str):
@@ -532,10 +547,10 @@ def _report(rank: int, error: Exception) -> dict:
     }
 
 
-def _write(path: Path, content) -> None:
+def _write(path: Path, text: str) -> None:
     """Write whole or not at all: a reader never sees half a file."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content))
+    part.write_text(text)
     part.rename(path)
 
 

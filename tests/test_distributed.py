@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -52,6 +53,10 @@ def skips_alone(device):
     return gradients
 
 
+def tensor(device):
+    return torch.ones(2)
+
+
 def neighbor(device):
     if dist.get_rank() == 1:
         raise ValueError("rank one's own words")
@@ -77,6 +82,10 @@ def wait_for(condition, seconds=60):
         time.sleep(0.1)
 
 
+def both_have_started():  # in the working directory, where `hang` says so
+    return Path("started0").exists() and Path("started1").exists()
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_experiments.py").write_text(OWN)
@@ -91,6 +100,12 @@ def test_every_example_is_on_exactly_one_rank(monkeypatch):
         monkeypatch.setattr(distributed.dist, "get_rank", lambda rank=rank: rank)
         shares.append(distributed.share(torch.arange(6)).tolist())
     assert shares == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_rows_that_cannot_be_cut_equally_are_refused(monkeypatch):
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: 3)
+    with pytest.raises(ValueError, match="8 rows cannot be cut into 3 equal pieces"):
+        distributed.ShardedLinear(torch.ones(8, 16))
 
 
 # ---- the experiments -------------------------------------------------------------------------------
@@ -217,27 +232,50 @@ def test_the_error_of_a_neighbor_that_waited_is_not(own):
     assert leftovers() == []
 
 
+def test_a_result_that_cannot_come_back_is_an_error(own):
+    with pytest.raises(RuntimeError, match="rank 0: TypeError: Object of type Tensor is not JSON"):
+        distributed.launch("own_experiments:tensor", processes=1)
+
+
 def test_a_rank_that_is_killed_shows_torchruns_log(own):
     with pytest.raises(RuntimeError, match="(?s)fall, rank 0 ended without.*SIGKILL"):
         distributed.launch("own_experiments:fall")
     assert leftovers() == []
 
 
-def test_a_hang_is_ended_and_says_where_each_rank_was(own):
+def test_too_little_time_ends_the_launch():
     start = time.time()
     with pytest.raises(TimeoutError) as caught:
-        distributed.launch("own_experiments:hang", seconds=20)
-    assert time.time() - start < 50
+        distributed.launch("same_loss", seconds=0.2)
+    assert str(caught.value).splitlines() == [
+        "same_loss took longer than 0.2 s; all its processes were ended",
+        "rank 0 had not started",
+        "rank 1 had not started",
+    ]
+    assert time.time() - start < 30  # it would need 60
+
+
+def test_a_hang_is_ended_and_says_where_each_rank_was(own, monkeypatch):
+    class TimeIsUpAtTheHang(subprocess.Popen):
+        def wait(self, timeout=None):
+            if timeout == 100:
+                wait_for(both_have_started)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", TimeIsUpAtTheHang)
+    with pytest.raises(TimeoutError) as caught:
+        distributed.launch("own_experiments:hang", seconds=100)
     assert leftovers() == []
     zero, one = str(caught.value).split("rank 1 was at")
-    assert "own_experiments:hang took longer than 20 s" in zero
+    assert "own_experiments:hang took longer than 100 s" in zero
     assert "in hang" in zero and "barrier" not in zero
     assert "in barrier" in one and "in hang" in one
 
 
 def test_an_interrupt_leaves_no_process(own):
     def interrupt():
-        wait_for(lambda: (own / "started0").exists() and (own / "started1").exists())
+        wait_for(both_have_started)
         assert len(leftovers()) == 3
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -249,14 +287,20 @@ def test_an_interrupt_leaves_no_process(own):
     assert leftovers() == []
 
 
-def test_workers_end_themselves_when_nobody_else_can(own):
-    code = "from amp_lab import distributed; distributed.launch('own_experiments:hang', seconds=15)"
-    kernel = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: (own / "started0").exists() and (own / "started1").exists())
-    kernel.kill()
-    kernel.wait()
+@pytest.mark.parametrize("victim", ["kernel", "torchrun"])
+def test_workers_end_themselves_when_nobody_else_can(own, victim):
+    code = (
+        "from amp_lab import distributed; distributed.launch('own_experiments:hang', seconds=100)"
+    )
+    kernel = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    wait_for(both_have_started)
     assert len(leftovers()) == 3
-    wait_for(lambda: leftovers() == [], seconds=60)
+    if victim == "kernel":
+        kernel.kill()
+    else:
+        psutil.Process(kernel.pid).children()[0].kill()
+    assert kernel.wait() != 0
+    wait_for(lambda: leftovers() == [], seconds=20)
 
 
 def test_torchrun_from_a_terminal_prints_the_results(own):
