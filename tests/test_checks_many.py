@@ -142,6 +142,25 @@ def zero_each(model, optimizer, scaler, micro_batches):
     scaler.update()
 
 
+def step_of_the_optimizer(model, optimizer, scaler, micro_batches):
+    make(step="never")(model, optimizer, scaler, micro_batches)
+    optimizer.step()
+    scaler.update()
+
+
+def forget_backward(model, optimizer, scaler, micro_batches):
+    for x, y in micro_batches:
+        with torch.autocast(x.device.type, torch.float16):
+            scaler.scale(F.cross_entropy(model(x), y) / 4)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def glue(model, optimizer, scaler, micro_batches):
+    x, y = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+    make(divide=1)(model, optimizer, scaler, [(x, y)])
+
+
 # ---- choose_policy ----------------------------------------------------------------------------------
 
 
@@ -154,20 +173,26 @@ def policy(*args, **kwargs):
 
 def scale_by_log(block):
     largest = block.abs().max().item()
-    return 2.0 ** (math.floor(math.log2(largest)) - 8) if largest else 1.0
+    return 2.0 ** math.ceil(math.log2(largest / 448)) if largest else 1.0
 
 
-def scale_by_frexp(block):
-    _, exponent = torch.frexp(block.abs().max())
-    return torch.ldexp(torch.tensor(1.0), exponent - 9)
+def scale_by_search(block):
+    scale = torch.tensor(2.0**-60)
+    while block.abs().max() / scale > 448:
+        scale = 2 * scale
+    return scale
 
 
 def scale_without_zero(block):
-    return 2.0 ** (math.floor(math.log2(block.abs().max().item())) - 8)
+    return 2.0 ** math.ceil(math.log2(block.abs().max().item() / 448))
 
 
 def scale_without_range(block):
     return 2.0 ** math.floor(math.log2(block.abs().max().item()))
+
+
+def scale_by_the_specification(block):
+    return scale_without_range(block) / 2**8
 
 
 RIGHT = [
@@ -180,7 +205,7 @@ RIGHT = [
     ("choose_policy", policy(param_dtype=bf16, reduce_dtype=fp32, output_dtype=fp32)),
     ("choose_policy", policy(bf16, fp32, fp32, cast_forward_inputs=True)),
     ("block_scale", scale_by_log),
-    ("block_scale", scale_by_frexp),
+    ("block_scale", scale_by_search),
 ]
 
 WRONG = [
@@ -192,6 +217,7 @@ WRONG = [
     ("which_ranks_skip", skip_from_one, "numbered from 0"),
     ("which_ranks_skip", skip_number, "Return a set of rank numbers"),
     ("all_reduces", lambda u, m, b, n: u * m * b, "silent, except the last one"),
+    ("all_reduces", lambda u, m, b, n: u * b * (m if n else 1), "the number *with* no_sync"),
     ("all_reduces", lambda u, m, b, n: 0 if n else u * m * b, "does not abolish"),
     (
         "all_reduces",
@@ -206,6 +232,10 @@ WRONG = [
     ("accumulate", make(autocast=bf16), "did not run in FP16"),
     ("accumulate", make(scale=False), "the loss was not scaled"),
     ("accumulate", make(step="never"), "scaler.step(optimizer) is missing"),
+    ("accumulate", step_of_the_optimizer, "would take the scaled gradients"),
+    ("accumulate", forget_backward, "call .backward() on it"),
+    ("accumulate", glue, "glued the micro-batches together"),
+    ("accumulate", make(silent=lambda i, last: i != 0), "must be the *last*"),
     ("accumulate", make(step="each"), "come once, after the loop"),
     ("accumulate", make(update="never"), "scaler.update() is missing"),
     ("accumulate", make(silent=lambda i, last: True), "the last micro-batch must run outside"),
@@ -219,19 +249,27 @@ WRONG = [
     ("choose_policy", lambda: (bf16, fp32, fp32), "not tuple"),
     ("choose_policy", policy(), "would compute in FP32"),
     ("choose_policy", policy(fp16, fp32, fp32), "this loop has none"),
-    ("choose_policy", policy(torch.float8_e4m3fn, fp32, fp32), "FP32, BF16 or FP16"),
+    ("choose_policy", policy(torch.float8_e4m3fn, fp32, fp32), "to compute in torch.bfloat16"),
     ("choose_policy", policy(bf16), "reduce_dtype left out means param_dtype"),
     ("choose_policy", policy(bf16, bf16, fp32), "loses small terms"),
+    ("choose_policy", policy(bf16, "float32", fp32), "'float32': torch.float32 has room"),
     ("choose_policy", policy(bf16, fp32), "output_dtype left out"),
     ("choose_policy", policy(bf16, fp32, bf16), "the logits leave in torch.bfloat16"),
     ("choose_policy", policy(bf16, fp32, fp32, False), "cast_forward_inputs=False"),
     ("block_scale", lambda b: 1 / scale_by_log(b), "upside down"),
-    ("block_scale", scale_without_range, "subtract 8 from the exponent"),
+    ("block_scale", scale_without_range, "use its whole range"),
     ("block_scale", lambda b: b.abs().max() / 448, "no power of two"),
-    ("block_scale", lambda b: 2 * scale_by_log(b), "takes the floor"),
-    ("block_scale", lambda b: 2.0 ** (math.ceil(math.log2(b.abs().max())) - 8), "takes the floor"),
-    ("block_scale", lambda b: 2.0 ** (math.floor(math.log2(b.max())) - 8), "Largest of what?"),
+    ("block_scale", scale_by_the_specification, "500 / 1 = 500 saturates"),
+    ("block_scale", lambda b: 2.0 ** math.floor(math.log2(b.abs().max() / 448)), "rounded up?"),
+    ("block_scale", lambda b: scale_by_log(b.clamp(min=0)), "largest *magnitude*"),
+    (
+        "block_scale",
+        lambda b: 2.0 ** (math.ceil(math.log2(b.abs().max())) - 8),
+        "448, and still fits",
+    ),
     ("block_scale", lambda b: 16 * scale_by_log(b), "too large by a factor of 16"),
+    ("block_scale", lambda b: scale_by_log(b) / 16, "E4M3 ends at 448"),
+    ("block_scale", lambda b: math.log2(scale_by_log(b)), "not its exponent"),
     ("block_scale", lambda b: 0.0, "cannot divide"),
     ("block_scale", lambda b: b, "return one number"),
     ("block_scale", scale_without_zero, "a block of zeros has no logarithm"),

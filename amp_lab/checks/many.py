@@ -51,7 +51,7 @@ def which_ranks_skip(attempt):
             if setup == "FSDP2":
                 raise Hint(
                     "FSDP2's gradients are DTensors: one tensor, spread over the ranks. Asking it "
-                    "whether it holds an inf asks all ranks. Look at the first row of the table again."
+                    "whether it holds an inf asks all ranks. Look at the first two rows of the table."
                 )
             if setup == "plain shards":
                 raise Hint(
@@ -81,6 +81,10 @@ def all_reduces(attempt):
                 f"{updates} update(s), {micro} micro-batches each, {buckets} bucket(s), "
                 f"no_sync={no_sync}"
             )
+            if answer == updates * buckets and not no_sync:
+                raise Hint(
+                    f"{case}: that is the number *with* no_sync. Without it every backward pass talks."
+                )
             if answer == updates * micro * buckets and no_sync:
                 raise Hint(
                     f"{case}: no_sync keeps all backward passes silent, except the last one."
@@ -106,15 +110,18 @@ def all_reduces(attempt):
 
 
 class _Replica(nn.Module):
-    """Keeps DDP's rule without a second process: the forward pass arms the exchange.
+    """Keeps DDP's rule without a second process: a forward pass arms the exchange.
 
-    `exchanges` counts the backward passes that would have sent gradients.
+    `exchanges` counts the backward passes that would have sent gradients, `unsent` those since the
+    last exchange. `outputs` holds (examples, dtype) of each forward pass.
     """
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(8, 3)
-        self.exchanges, self.outputs, self._silent = 0, [], False
+        self.exchanges, self.unsent, self.outputs = 0, 0, []
+        self._silent = self._armed = False
+        self.linear.bias.register_post_accumulate_grad_hook(self._backward_pass)
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -126,13 +133,14 @@ class _Replica(nn.Module):
 
     def forward(self, x):
         out = self.linear(x)
-        self.outputs.append(out.dtype)
-        if out.requires_grad and not self._silent:
-            out.register_hook(self._exchange)
+        self.outputs.append((len(x), out.dtype))
+        self._armed = self._armed or not self._silent
         return out
 
-    def _exchange(self, gradient):
-        self.exchanges += 1
+    def _backward_pass(self, bias):
+        self.unsent += 1
+        if self._armed:
+            self.exchanges, self.unsent, self._armed = self.exchanges + 1, 0, False
 
 
 class _CountingScaler(torch.amp.GradScaler):
@@ -168,22 +176,37 @@ def accumulate(attempt):
     F.cross_entropy(model.linear(x), y).backward()
     right = model.linear.weight.grad.clone()
     optimizer.zero_grad()
+    model.unsent = 0
     micro_batches = list(zip(x.chunk(4), y.chunk(4), strict=True))
 
+    error = None
     try:
         attempt(model, optimizer, scaler, micro_batches)
-    except AssertionError:  # what GradScaler raises if it never saw a loss
-        if scaler.scaled:
-            raise
+    except AssertionError as caught:  # GradScaler saw no gradients; why, the hints below know
+        error = caught
 
     if not model.outputs:
         raise Hint("the model was not called. Call model(x) for each (x, y) of micro_batches.")
-    if set(model.outputs) != {torch.float16}:
+    if {dtype for _, dtype in model.outputs} != {torch.float16}:
         raise Hint("the forward pass did not run in FP16: put it under torch.autocast.")
+    if max(examples for examples, _ in model.outputs) > 4:
+        raise Hint(
+            "you glued the micro-batches together. They are there because one big batch does not "
+            "fit into memory: one forward and one backward pass for each."
+        )
     if not scaler.scaled:
         raise Hint("the loss was not scaled: scaler.scale(loss).backward().")
+    if model.exchanges + model.unsent == 0:
+        raise Hint(
+            "no gradients at all: scaler.scale(loss) returns a loss, call .backward() on it."
+        )
     if not scaler.steps:
-        raise Hint("the weights did not move: scaler.step(optimizer) is missing after the loop.")
+        raise Hint(
+            "scaler.step(optimizer) is missing after the loop. (optimizer.step() would take the "
+            "scaled gradients.)"
+        )
+    if error:
+        raise error
     if scaler.steps > 1 or scaler.updates > 1:
         raise Hint(
             "the optimizer or the scaler moved on within the micro-batches. scaler.step and "
@@ -200,6 +223,11 @@ def accumulate(attempt):
         raise Hint(
             "all four backward passes exchanged gradients. Put the first three into "
             "model.no_sync(): forward *and* backward, because DDP decides in the forward pass."
+        )
+    if model.unsent:
+        raise Hint(
+            "gradients were exchanged, and then more were added that never left the rank. The one "
+            "micro-batch outside of no_sync must be the *last*: it sends the sum of all."
         )
     if model.exchanges > 1:
         raise Hint(
@@ -251,17 +279,19 @@ def choose_policy(attempt):
             "param_dtype FP16 has a narrow range and would need a gradient scaler; this loop has none."
         )
     if policy.param_dtype is not torch.bfloat16:
-        raise Hint(f"param_dtype {policy.param_dtype}: matrix products need FP32, BF16 or FP16.")
+        raise Hint(f"param_dtype {policy.param_dtype!r}: layers are to compute in torch.bfloat16.")
     if policy.reduce_dtype is None:
         raise Hint(
             "reduce_dtype left out means param_dtype: the gradients of 512 ranks would be added in "
             "BF16, where small terms vanish beside a large sum."
         )
-    if policy.reduce_dtype is not torch.float32:
+    if policy.reduce_dtype in (torch.bfloat16, torch.float16):
         raise Hint(
             f"512 gradients added in {policy.reduce_dtype}: the sum loses small terms. Which dtype "
             "has room for them?"
         )
+    if policy.reduce_dtype is not torch.float32:
+        raise Hint(f"reduce_dtype {policy.reduce_dtype!r}: torch.float32 has room enough.")
     if policy.output_dtype is None:
         raise Hint(
             "output_dtype left out means that the logits leave the model in BF16, and this loop "
@@ -269,7 +299,7 @@ def choose_policy(attempt):
         )
     if policy.output_dtype is not torch.float32:
         raise Hint(
-            f"the loss is to be computed in FP32, but the logits leave in {policy.output_dtype}."
+            f"the loss is to be computed in FP32, but the logits leave in {policy.output_dtype!r}."
         )
     if not policy.cast_forward_inputs:
         raise Hint(
@@ -286,8 +316,9 @@ def choose_policy(attempt):
 def block_scale(attempt):
     """Check `block_scale(block)`: the shared scale of an MX block of E4M3 numbers, a power of two.
 
-    Source: Open Compute Project, "OCP Microscaling Formats (MX) Specification", version 1.0, 2023,
-    section 6.3.
+    The smallest with which nothing saturates. Source: Mishra et al., "Recipes for Pre-training LLMs
+    with MXFP8", 2025. The other rule, which a hint names: Open Compute Project, "OCP Microscaling
+    Formats (MX) Specification", version 1.0, 2023, section 6.3.
     """
     for largest in (1.0, 448.0, 500.0, 3.0, 1e-6, 0.3):
         block = torch.linspace(-largest, largest / 2, 32)
@@ -296,32 +327,39 @@ def block_scale(attempt):
             scale = float(answer)
         except (TypeError, ValueError, RuntimeError):
             raise Hint(f"return one number, not {type(answer).__name__}.") from None
-        exponent = math.floor(math.log2(block.abs().max().item()))
-        right = 2.0 ** (exponent - E4M3.max_exponent)
+        magnitude = block.abs().max().item()
+        exponent = math.floor(math.log2(magnitude))
+        right = 2.0 ** math.ceil(math.log2(magnitude / E4M3.max))
         if scale == right:
             continue
         case = f"largest magnitude {largest:g}"
         if not scale > 0 or math.isinf(scale):
-            raise Hint(f"{case}: a scale of {scale:g} cannot divide. Did you take the magnitude?")
+            raise Hint(
+                f"{case}: a scale of {scale:g} cannot divide. Return the power of two itself, not "
+                "its exponent."
+            )
         if scale == 1 / right:
             raise Hint(f"{case}: upside down. The block is divided by the scale before rounding.")
         if scale == 2.0**exponent:
             raise Hint(
-                f"{case}: that brings the largest element to between 1 and 2. E4M3 reaches to 2^8: "
-                "use its whole range, subtract 8 from the exponent."
+                f"{case}: that brings the largest element to between 1 and 2. E4M3 reaches to 448: "
+                "use its whole range."
             )
         if math.frexp(scale)[0] != 0.5:
             raise Hint(f"{case}: {scale:g} is no power of two, and MX stores only an exponent.")
-        if scale == 2 * right:
+        if scale == 2.0 ** math.ceil(math.log2(magnitude / 2 / E4M3.max)):
             raise Hint(
-                f"{case}: twice the scale of the specification, which takes the floor of the "
-                "logarithm of the largest magnitude, not the ceiling."
+                f"{case}: {magnitude:g} / {scale:g} = {magnitude / scale:g} saturates. Is it the "
+                "largest *magnitude*, and is the logarithm rounded up?"
             )
         if scale < right:
             raise Hint(
-                f"{case}: {scale:g} is too small, the block would overflow. Largest of what?"
+                f"{case}: {magnitude:g} / {scale:g} = {magnitude / scale:g}, and E4M3 ends at 448."
             )
-        raise Hint(f"{case}: {scale:g} is too large by a factor of {scale / right:g}.")
+        raise Hint(
+            f"{case}: {scale:g} is too large by a factor of {scale / right:g}: with {right:g} the "
+            f"largest becomes {magnitude / right:g}, and still fits."
+        )
     try:
         zeros = float(attempt(torch.zeros(32)))
     except (ValueError, OverflowError):  # math.log2(0.0)
@@ -330,4 +368,4 @@ def block_scale(attempt):
         raise Hint(
             "a block of zeros has no logarithm. Any power of two will do as its scale, 1.0 say."
         )
-    return "one shared power of two a block, from its largest magnitude."
+    return "one shared power of two a block, and nothing saturates."
