@@ -79,6 +79,21 @@ def sum_in_16_bits(linear, x, segment, count):
     return torch.zeros(count, h.shape[1], dtype=h.dtype).index_add(0, segment, h)
 
 
+def float_after_the_sum(linear, x, segment, count):
+    return sum_in_16_bits(linear, x, segment, count).float()
+
+
+def rounded_at_the_end(linear, x, segment, count):
+    """The kernel of `sum` adds up in FP32, and rounds its result."""
+    h = F.relu(linear(x))
+    return torch.stack([h[segment == i].sum(0) for i in range(count)]).float()
+
+
+def segment_sum_loop(linear, x, segment, count):
+    h = F.relu(linear(x)).float()
+    return torch.stack([h[segment == i].sum(0) for i in range(count)])
+
+
 def all_in_fp32(linear, x, segment, count):
     with torch.autocast("cpu", enabled=False):
         return broken(linear, x, segment, count)
@@ -232,6 +247,7 @@ def bwd(device="cpu"):
         ("segment_sum", segment_sum_float),
         ("segment_sum", segment_sum_to_total),
         ("segment_sum", segment_sum_scatter),
+        ("segment_sum", segment_sum_loop),
         ("router", router_with),
         ("router", router_decorated),
         ("router", router_in_fp64),
@@ -264,6 +280,7 @@ WRONG = [
     ("ten_ops", ten(bmm=P.FP32), "product of matrices inside"),
     ("count_casts", answer(None), "four whole numbers"),
     ("count_casts", answer((1, 2)), "you returned 2"),
+    ("count_casts", answer((6.5, 12, 12, 2)), "four whole numbers"),
     ("count_casts", answer((5, 12, 12, 2)), "the bias is a parameter, too"),
     ("count_casts", answer((12, 12, 12, 2)), "keeps the casts of weight and bias"),
     ("count_casts", answer((3, 12, 12, 2)), "the input is no parameter"),
@@ -274,6 +291,8 @@ WRONG = [
     ("count_casts", answer((6, 12, 12, 99)), "situation 4: not 99"),
     ("segment_sum", broken, "does not cast for this operation"),
     ("segment_sum", sum_in_16_bits, "long sums need FP32's digits"),
+    ("segment_sum", float_after_the_sum, "FP32 by name"),
+    ("segment_sum", rounded_at_the_end, "FP32 by name"),
     ("segment_sum", all_in_fp32, "did not run in 16 bits"),
     ("segment_sum", spelled_out, "without autocast the sums are wrong"),
     ("segment_sum", in_16_bits_always, "without autocast something is cast to BF16"),
@@ -302,6 +321,7 @@ WRONG = [
     ("product_function", make_product, "Decorate forward with custom_fwd"),
     ("product_function", lambda: make_product(fwd()), "backward needs custom_bwd"),
     ("product_function", lambda: make_product(None, bwd()), "only together with custom_fwd"),
+    ("product_function", lambda: make_product(bwd(), fwd()), "custom_bwd stands on forward"),
     ("product_function", lambda: make_product(fwd("cuda"), bwd("cuda")), "another device type"),
     ("product_function", lambda: make_product(fwd(cast_inputs=FP32), bwd()), "FP32 island"),
     (
