@@ -188,7 +188,7 @@ def exponent_histograms(
     for row, histogram in enumerate(histograms.values()):
         if histogram.nonzero:
             edges = np.append(histogram.exponents, histogram.exponents[-1] + 1)
-            heights = np.maximum(0.85 * histogram.counts / histogram.counts.max(), 0.12)
+            heights = np.maximum(0.85 * histogram.counts / histogram.counts.max(), 0.08)
             heights[histogram.counts == 0] = 0
             ax.stairs(row - heights, edges, baseline=row, fill=True, color=BLUE, zorder=2)
         ax.axhline(row, color="#808080", linewidth=0.6, zorder=1)
@@ -605,9 +605,11 @@ def rank_history(ranks: list[list[dict]]) -> Canvas:
                 hatch="//" if skipped else "",
                 linewidth=2,
             )
-            sent = "sent finite" if step["sent finite gradients"] else "SENT INF"
+            sent = "finite" if step["sent finite gradients"] else "INF"
+            got = "finite" if step["got finite gradients"] else "INF"
             done = "skipped" if skipped else "updated"
-            text = f"{sent}, {done}\nscale {step['scale']:.0f}\nweights {step['weights'][:4]}"
+            text = f"sent {sent}, got {got}\nscale {step['scale']:.0f}, {done}"
+            text += f"\nweights {step['weights'][:4]}"
             box = {"facecolor": "white", "edgecolor": "none", "pad": 2} if skipped else None
             ax.text(column, row, text, ha="center", va="center", fontsize=10, bbox=box)
     ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontsize=12)
@@ -662,8 +664,8 @@ def error_by_magnitude(x: torch.Tensor, rounded: dict[str, torch.Tensor]) -> Can
         error = ((y - x).abs() / x.abs())[x != 0]
         medians = [float(error[exponents == p].median()) for p in powers]
         ax.plot(powers, medians, linewidth=2, label=name, **look(name, index))
-    ax.set(yscale="log", ylim=(0.008, 1.6), ylabel="median relative error")
-    ax.set_yticks([0.01, 0.1, 1.0], ["1 %", "10 %", "100 %"])
+    ax.set(yscale="log", ylim=(0.0008, 1.6), ylabel="median relative error")
+    ax.set_yticks([0.001, 0.01, 0.1, 1.0], ["0.1 %", "1 %", "10 %", "100 %"])
     ax.legend(frameon=False, fontsize=11, loc="upper right")
     ax.grid(alpha=0.3)
     below.bar(powers, [int((exponents == p).sum()) for p in powers], color="#999999")
@@ -689,8 +691,8 @@ def autocast_path() -> Canvas:
     for start, end, dtype in ((2.3, 3.0, "FP32"), (5.2, 5.8, "FP16"), (7.7, 8.3, "FP16")):
         _arrow(ax, (start, 1.7), (end, 1.7))
         ax.text((start + end) / 2, 2.02, dtype, ha="center", fontsize=11, weight="bold")
-    ax.plot([9.0, 9.0, 1.3, 1.3], [1.2, 0.5, 0.5, 0.9], color=BLACK, linewidth=1.8)
-    _arrow(ax, (1.3, 0.8), (1.3, 1.2), "FP16", (5.2, 0.5))
+    ax.plot([9.0, 9.0, 1.3], [1.2, 0.5, 0.5], color=BLACK, linewidth=1.8)
+    _arrow(ax, (1.3, 0.5), (1.3, 1.2), "FP16", (5.2, 0.5))
     return Canvas(
         figure,
         "Diagram: a call of linear with FP32 tensors passes autocast, which casts them to FP16, then "
