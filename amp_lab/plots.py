@@ -608,7 +608,7 @@ def rank_history(ranks: list[list[dict]]) -> Canvas:
             sent = "finite" if step["sent finite gradients"] else "INF"
             got = "finite" if step["got finite gradients"] else "INF"
             done = "skipped" if skipped else "updated"
-            text = f"sent {sent}, got {got}\nscale {step['scale']:.0f}, {done}"
+            text = f"sent {sent}, got {got}\nscale {step['scale']:.0f}\n{done}"
             text += f"\nweights {step['weights'][:4]}"
             box = {"facecolor": "white", "edgecolor": "none", "pad": 2} if skipped else None
             ax.text(column, row, text, ha="center", va="center", fontsize=10, bbox=box)
