@@ -93,6 +93,11 @@ def faulty(**faults):
     return lambda self: update(self, **faults)
 
 
+def update_with_a_ceiling(self):
+    update(self)
+    self._scale = min(self._scale, 2048.0)
+
+
 def update_counting_down(self):
     good, self._found_inf = not self._found_inf, False
     self._growth_tracker = self._growth_tracker + 1 if good else 0
@@ -374,6 +379,7 @@ WRONG = [
     ("scaler_update", faulty(reset=False), "only in a row"),
     ("scaler_update", faulty(counts=True), "as if the overflow were a good step"),
     ("scaler_update", faulty(forget=False), "still True after update()"),
+    ("scaler_update", update_with_a_ceiling, "(g good, x overflow) the scale is 2048"),
     ("loss_scaler", NeverSkips, "your optimizers have stepped"),
     ("loss_scaler", NeverGrows, "your scale is now 32768, that of GradScaler 65536"),
     ("loss_scaler", Unscaled, "the weights differ"),
