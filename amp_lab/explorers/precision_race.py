@@ -236,16 +236,14 @@ class PrecisionRace(Panel):
             except Exception as error:
                 self.error = error
                 return False
-            if name == ENTRANTS[-1] and self._drawing < DRAWING * self._elapsed():
+            elapsed = time.perf_counter() - self._began
+            if name == ENTRANTS[-1] and self._drawing + self._last_frame < DRAWING * elapsed:
                 self._draw()
             return True
 
     def _start_clock(self):
         self._began = time.perf_counter()
-        self._drawing = 0.0
-
-    def _elapsed(self):
-        return time.perf_counter() - self._began
+        self._drawing = self._last_frame = 0.0
 
     # ---- what the learner sees -----------------------------------------------------------------
 
@@ -253,7 +251,8 @@ class PrecisionRace(Panel):
         start = time.perf_counter()
         with self._lock:
             self.show(self._report())
-        self._drawing += time.perf_counter() - start
+        self._last_frame = time.perf_counter() - start
+        self._drawing += self._last_frame
 
     def _report(self) -> str:
         rounds = min(map(len, self.history.values()))
