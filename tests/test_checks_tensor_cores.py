@@ -141,8 +141,14 @@ WRONG = [
     ("is_memory_bound", lambda n, i, o, gpu: True, "it says True for every layer"),
     (
         "is_memory_bound",
+        lambda n, i, o, gpu: 2 * n * i * o / (n * i + i * o + n * o) < gpu.fp16 / gpu.bandwidth,
+        "that is FLOP per number",
+    ),
+    ("peak_tflops", lambda n, fma, ghz: n * fma * ghz, "two operations. And check GFLOP/s"),
+    (
+        "is_memory_bound",
         lambda n, i, o, gpu: intensity(n, i, o, 4) < gpu.fp16 / gpu.bandwidth,
-        "intensity in FP32",
+        "half of the right intensity",
     ),
     (
         "is_memory_bound",

@@ -9,7 +9,7 @@ __all__ = ["amp_memory", "break_even_batch", "largest_batch", "overall_speedup"]
 
 def _number(got, unit: str) -> float:
     if isinstance(got, bool) or not isinstance(got, int | float):
-        raise Hint(f"return a number, in {unit}, not {type(got).__name__}.")
+        raise Hint(f"return a number, {unit}, not {type(got).__name__}.")
     return got
 
 
@@ -22,11 +22,15 @@ def amp_memory(attempt):
     """
     p, a, c = 1_000_003, 5_000_011, 900_007
     right = 16 * p + 2 * a + 2 * c
-    got = _number(attempt(p, a, c), "bytes")
+    got = _number(attempt(p, a, c), "in bytes")
     mistakes = {
         4 * p + 4 * p + 8 * p + 4 * a + 2 * c: "the activations are kept in 16 bits: 2 bytes each.",
         16 * p + 2 * a: "the 16-bit copies of weights are kept for backward, too: 2 bytes each.",
         16 * p + 2 * a + 4 * c: "a 16-bit copy takes 2 bytes.",
+        16 * p + 4 * a + 4 * c: "activations and copies are kept in 16 bits: 2 bytes each.",
+        16 * p
+        + 4 * a: "that is FP32. Under AMP the activations take 2 bytes, and copies come on top.",
+        18 * p + 2 * a: "only some weights keep a copy: copied_weights of them, not all.",
         14 * p
         + 2 * a
         + 2 * c: "one of weights and gradients was halved. Both stay FP32: a gradient "
@@ -54,7 +58,7 @@ def amp_memory(attempt):
         return "16 bytes a weight, as in FP32; 2 bytes for each activation and each copied weight."
     if got in mistakes:
         raise Hint(mistakes[got])
-    if math.isclose(got * 2**20, right) or math.isclose(got * 1e6, right):
+    if any(math.isclose(got * unit, right) for unit in (2**10, 1e3, 2**20, 1e6, 2**30, 1e9)):
         raise Hint("right, but not in bytes.")
     raise Hint(
         f"for {p:,} weights, {a:,} activations and {c:,} copied weights it is {right:,} bytes."
@@ -150,7 +154,7 @@ def overall_speedup(attempt):
         gained = sum(profile[op] for op in fast)
         after = total - gained + gained / factor
         right = total / after
-        got = _number(attempt(dict(profile), set(fast), factor), "times as fast")
+        got = _number(attempt(dict(profile), set(fast), factor), "time before / time after")
 
         def is_(value, got=got):
             return math.isclose(got, value, rel_tol=1e-6)

@@ -105,8 +105,8 @@ def linear_intensity(attempt):
             continue
         if is_(flops / 2 / (2 * (x + w + y))):
             raise Hint(
-                "half of the right value. Each multiplication comes with an addition, 2 operations; and "
-                "a number in FP16 takes 2 bytes, not 4."
+                "half of the right value. Each multiplication comes with an addition, 2 operations; "
+                "and a number in FP16 takes 2 bytes, not 4."
             )
         if is_(flops / (x + w + y)):
             raise Hint("that is FLOP per number. A number in FP16 takes 2 bytes.")
@@ -157,12 +157,23 @@ def is_memory_bound(attempt):
             "every answer is the opposite of the right one: memory-bound means too few FLOP."
         )
     if len(answers) == 1:
-        raise Hint(f"it says {next(iter(answers))} for every layer. Compare with gpu.fp16 and all.")
+        raise Hint(
+            f"it says {next(iter(answers))} for every layer. Compare the intensity with the ridge, "
+            "gpu.fp16 / gpu.bandwidth."
+        )
     if all(
         attempt(*case) == (2 * math.prod(case[:3]) / _numbers(case) / 4 < _ridge(case))
         for case in cases
     ):
-        raise Hint("that is the intensity in FP32. In FP16 a number takes 2 bytes.")
+        raise Hint(
+            "half of the right intensity. In FP16 a number takes 2 bytes, not 4, and each "
+            "multiplication comes with an addition."
+        )
+    if all(
+        attempt(*case) == (2 * math.prod(case[:3]) / _numbers(case) < _ridge(case))
+        for case in cases
+    ):
+        raise Hint("that is FLOP per number. A number in FP16 takes 2 bytes.")
     if all(
         attempt(*case)
         == (2 * math.prod(case[:3]) / _numbers(case) / 2 < case[3].fp32 / case[3].bandwidth)
@@ -248,6 +259,8 @@ def peak_tflops(attempt):
                 raise Hint(
                     f"right but for the unit: check {unit}. 1 GHz is 1e9 a second, tera is 1e12."
                 )
+            if math.isclose(got, right / 2 * power, rel_tol=1e-6):
+                raise Hint(f"a fused multiply-add counts as two operations. And check {unit}.")
         raise Hint(f"for {cores} cores, {fma} FMA a clock and {gigahertz} GHz it is {right:.4g}.")
     return (
         "cores x FMA a clock x 2 x clock: V100 125 and A100 312 TFLOP/s, as in their data sheets."
