@@ -152,7 +152,11 @@ def measure(
             say(f"{name}: out of memory")
             continue
         recording[kind].append(row)
-        result = f"{row['tflops']:.3g} TFLOP/s" if kind == "matmul" else f"{row['ms']:.3g} ms"
+        result = (
+            f"{row['tflops']:.3g} TFLOP/s" if kind == "matmul" else f"{row['ms']:.3g} ms a step"
+        )
+        if row.get("emulated"):
+            result += ", emulated"
         say(f"{name}: {result}")
     return recording
 
@@ -263,10 +267,20 @@ def _driver() -> str | None:
 
 def add_command(subparsers) -> None:
     parser = subparsers.add_parser(
-        "measure", help="measure this machine, and keep the result in a file"
+        "measure",
+        help="measure this machine, and keep the result in a file",
+        description="Measure matrix products and training steps of the course's models, on the GPU if "
+        "there is one. Takes up to about four minutes, and wants an otherwise idle machine.",
+        epilog="example: python -m amp_lab measure --save data/measurements/my_machine.json",
     )
-    parser.add_argument("--save", metavar="FILE", type=Path, help="write the recording to FILE")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument(
+        "--save",
+        metavar="FILE",
+        type=Path,
+        help="write the recording to FILE, which ends in .json; those in data/measurements/ are "
+        "shown in notebooks 02 and 07",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
     parser.set_defaults(run=run)
 
 
@@ -277,10 +291,19 @@ def run(options) -> int:
         except (OSError, ValueError) as error:
             print(f"measure: {error}", file=sys.stderr)
             return 1
+    elif options.force:
+        print("measure: --force goes with --save FILE", file=sys.stderr)
+        return 1
     start = time.monotonic()
-    recording = measure(say=lambda line: print(line, flush=True))
+    try:
+        recording = measure(say=lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("measure: interrupted, nothing was saved", file=sys.stderr)
+        return 130
     print(f"{describe(recording)}: measured in {time.monotonic() - start:.0f} s")
     if options.save is not None:
         save(recording, options.save, options.force)
         print(f"saved as {options.save}")
+    else:
+        print("not saved; --save FILE would keep it")
     return 0

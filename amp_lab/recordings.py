@@ -39,7 +39,11 @@ def check_path(path: Path, force: bool) -> None:
     if path.suffix != ".json":
         raise ValueError(f"{path.name!r} should end in .json")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(path.parent)!r}")
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r}; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; choose the name of a file")
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"the folder {str(path.parent)!r} is write-protected")
     if path.exists() and not force:
         raise FileExistsError(f"{path} exists; choose another name, or add --force")
 

@@ -208,8 +208,40 @@ def test_the_command_measures_and_saves(tiny, tmp_path, capsys):
     assert path.read_text() != before
 
 
-@pytest.mark.parametrize("name", ["here.txt", "missing/here.json"])
-def test_the_command_refuses_before_it_measures(name, tiny, tmp_path, capsys):
-    assert main(["measure", "--save", str(tmp_path / name)]) == 1
+@pytest.mark.parametrize(
+    "name, complaint",
+    [
+        ("here.txt", "should end in .json"),
+        ("missing/here.json", "there is no folder"),
+        ("folder.json", "is a folder"),
+    ],
+)
+def test_the_command_refuses_before_it_measures(name, complaint, tiny, tmp_path, capsys):
+    (tmp_path / "folder.json").mkdir()
+    assert main(["measure", "--force", "--save", str(tmp_path / name)]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("measure: ") and captured.out == ""
+    assert complaint in captured.err
+
+
+def test_the_command_refuses_a_folder_that_it_may_not_write_to(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files.os, "access", lambda path, mode: False)
+    assert main(["measure", "--save", str(tmp_path / "here.json")]) == 1
+    assert "write-protected" in capsys.readouterr().err
+
+
+def test_the_command_without_a_file_says_so(tiny, capsys):
+    assert main(["measure", "--force"]) == 1
+    assert "--save FILE" in capsys.readouterr().err
+    assert main(["measure"]) == 0
+    assert "not saved" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_leaves_no_file(tiny, tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measurements, "_step", interrupted)
+    assert main(["measure", "--save", str(tmp_path / "here.json")]) == 130
+    assert "nothing was saved" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
