@@ -62,7 +62,7 @@ def damage_data(folder):
 
 
 def remove_notebook(folder):
-    (folder / "notebooks/00_start_here.ipynb").unlink()
+    (folder / "notebooks/10_beyond_one_gpu.ipynb").unlink()
 
 
 def damage_notebook(folder):
