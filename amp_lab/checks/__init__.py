@@ -6,6 +6,9 @@ that particular mistake. The exercises of one notebook share a module.
 
 from .auditing import *  # noqa: F403
 from .classification import *  # noqa: F403
+from .clinic_errors import *  # noqa: F403
+from .clinic_loops import *  # noqa: F403
+from .clinic_numbers import *  # noqa: F403
 from .cost import *  # noqa: F403
 from .floats import *  # noqa: F403
 from .full_loop import *  # noqa: F403
