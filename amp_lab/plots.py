@@ -217,8 +217,10 @@ def format_windows(histogram: ExponentHistogram, formats: list[FloatFormat], wha
     for row, f in enumerate(formats):
         _, subnormal, normal, _ = zones(f)
         color = _format_look(f)["color"]
-        ranges.plot([subnormal.low, normal.low], [row, row], color=color, linewidth=4)
-        ranges.plot([normal.low, normal.high], [row, row], color=color, linewidth=14)
+        for low, high, width in ((subnormal.low, normal.low, 4), (normal.low, normal.high, 14)):
+            ranges.plot(
+                [low, high], [row, row], color=color, linewidth=width, solid_capstyle="butt"
+            )
     ranges.set_ylim(len(formats) - 0.4, -0.6)
     ranges.set_yticks(range(len(formats)), [f.name for f in formats], fontsize=12)
     ranges.tick_params(axis="y", length=0)

@@ -127,6 +127,13 @@ def accumulate_with_zero_grad(model, micro_batches):
         F.cross_entropy(model(words), targets).backward()
 
 
+def accumulate_and_divide_each_time(model, micro_batches):
+    for words, targets in micro_batches:
+        F.cross_entropy(model(words), targets).backward()
+        for p in model.parameters():
+            p.grad /= len(micro_batches)
+
+
 def accumulate_once(model, micro_batches):
     losses = [F.cross_entropy(model(words), targets) for words, targets in micro_batches]
     torch.stack(losses[:3]).sum().backward()
@@ -164,8 +171,10 @@ def accumulate_nothing(model, micro_batches):
         ("vanishing_tokens", lambda v: 2**25 // v + 1, "ties go to the even neighbor"),
         ("vanishing_tokens", lambda v: math.ceil(2**24 / v), "the smallest FP16 number"),
         ("vanishing_tokens", lambda v: math.ceil(2**14 / v), "the smallest normal number"),
-        ("vanishing_tokens", lambda v: 5000, "2048 are enough"),
-        ("vanishing_tokens", lambda v: 500, "FP16 still holds 1.19e-07"),
+        ("vanishing_tokens", lambda v: 50000, "33555 are enough"),
+        ("vanishing_tokens", lambda v: 500, "FP16 still holds 2.03e-06"),
+        ("vanishing_tokens", lambda v: 1, "FP16 still holds 0.001"),
+        ("vanishing_tokens", lambda v: math.ceil(1 / 3.0e-8 / v), "as the table rounds it"),
         (
             "accumulated_gradients",
             lambda m, b: accumulate(m, b, divide_loss=True, divide_gradients=False),
@@ -174,12 +183,13 @@ def accumulate_nothing(model, micro_batches):
         (
             "accumulated_gradients",
             lambda m, b: accumulate(m, b, divide_gradients=False),
-            "Divide the gradients by 4",
+            "Divide each p.grad by 4",
         ),
         ("accumulated_gradients", lambda m, b: accumulate(m, b, divide_loss=True), "0.25 times"),
         ("accumulated_gradients", lambda m, b: accumulate(m, b, k=6), "times what they should be"),
         ("accumulated_gradients", lambda m, b: accumulate(m, b[:3]), "3 backward passes"),
         ("accumulated_gradients", accumulate_with_zero_grad, "zero_grad() called in between"),
+        ("accumulated_gradients", accumulate_and_divide_each_time, "divided inside the loop"),
         ("accumulated_gradients", accumulate_once, "3 backward passes"),
         ("accumulated_gradients", accumulate_nothing, "is backward() there"),
     ],

@@ -45,6 +45,7 @@ def test_format_windows(two):
     assert list(bf16[1])[0] == -126 and bf16[1][1] == pytest.approx(128, abs=0.01)
     assert list(fp16[0]) == [-25, -14]
     assert fp16[1][1] == pytest.approx(np.log2(65520))
+    assert {line.get_solid_capstyle() for line in ax.lines} == {"butt"}  # ends where the range ends
 
 
 def test_lost_by_divisor(two):

@@ -153,7 +153,7 @@ def vanishing_tokens(attempt):
 
     All words are equally likely, and the loss is the mean over the tokens.
     """
-    for v in (16384, 1000, 50257):
+    for v in (1000, 16384, 50257):
         given, right = _number(attempt(v)), math.ceil(2**25 / v)
         if given == right:
             continue
@@ -176,6 +176,10 @@ def vanishing_tokens(attempt):
                     f"{case}: you use 2^-{exponent}, the {meaning}. Rounding to nearest gives 0 only "
                     "at or below half the smallest number, 2^-25."
                 )
+        if abs(given - 1 / 3.0e-8 / v) <= 1:
+            raise Hint(
+                f"{case}: 3.0e-8 is the border as the table rounds it. Use the exact one, 2^-25."
+            )
         raise Hint(
             f"{case}: solve 1 / (vocabulary x tokens) <= 2^-25 for the tokens. You say {given:g}, but "
             + (
@@ -239,12 +243,13 @@ def accumulated_gradients(attempt):
     small = max(model.sizes) < 0.5 * whole
     if ratio is None:
         raise Hint(
-            "the gradients are not the mean over the micro-batches. Was one left out, or zero_grad() "
-            "called in between?"
+            "the gradients are not the mean over the micro-batches. Was one left out, zero_grad() "
+            "called in between, or p.grad divided inside the loop, earlier micro-batches included?"
         )
     if _near(ratio, 4) and not small:
         raise Hint(
-            "the gradients are the sum over the 4 micro-batches. Divide the gradients by 4 at the end."
+            "the gradients are the sum over the 4 micro-batches. Divide each p.grad by 4 at the end, "
+            "in place."
         )
     if small and _near(ratio, 1):
         raise Hint(
