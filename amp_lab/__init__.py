@@ -9,7 +9,7 @@ imported when they are first used.
 
 from importlib import import_module
 
-from .audit import Audit, audit
+from .audit import Audit, AuditError, audit
 from .datasets import batches, fashion_mnist, shakespeare
 from .device import capabilities, setup
 from .dryrun import dry_run
@@ -41,6 +41,7 @@ _LAZY = {
 
 __all__ = [
     "Audit",
+    "AuditError",
     "BF16",
     "CharTransformer",
     "E4M3",

@@ -56,6 +56,8 @@ def audit(
     Raises `AuditError` if the dry run cannot follow the model, `TypeError` if `model` is not an
     `nn.Module`, `ValueError` for a device type, dtype, GPU or module path that does not exist.
     """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"model is the class {model.__name__}; build one: {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; audit needs an nn.Module")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
@@ -63,6 +65,8 @@ def audit(
     if gpu is not None and device_type != "cuda":
         raise ValueError(f"gpu is {gpu!r} and device_type {device_type!r}; a GPU runs 'cuda'")
     chosen = find_gpu(gpu, dtype) if gpu is not None else None
+    if isinstance(skip, str):
+        skip = [skip]
     stand_ins = dict(skip) if isinstance(skip, Mapping) else dict.fromkeys(skip, _first_input)
     for path in stand_ins:
         if path not in dict(model.named_modules()):

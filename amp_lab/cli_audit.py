@@ -103,9 +103,14 @@ def _input(shape: str, name: str) -> torch.Tensor:
             f"--input {shape!r} is no shape; write sizes with an x, such as 8x3x224x224"
         )
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise _BadInput(f"--input-dtype {name!r} is no dtype of PyTorch, such as float32 or int64")
-    return torch.empty([int(size) for size in shape.split("x")], dtype=dtype, device="meta")
+    if not isinstance(dtype, torch.dtype) or name.startswith("q"):  # qint8: quantized
+        raise _BadInput(
+            f"--input-dtype {name!r} is no plain dtype of PyTorch, such as float32 or int64"
+        )
+    try:
+        return torch.empty([int(size) for size in shape.split("x")], dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:  # an overflow
+        raise _BadInput(f"no input of shape {shape} in {name}: {_line(error)}") from error
 
 
 def _build(spec: str) -> nn.Module:

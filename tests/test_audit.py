@@ -825,12 +825,16 @@ def test_bad_arguments_are_told():
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with pytest.raises(TypeError, match="nn.Module"):
         audit(lambda x: x, x)
+    with pytest.raises(TypeError, match=r"the class SmallCNN; build one: SmallCNN\(...\)"):
+        audit(SmallCNN, x)
     with pytest.raises(TypeError, match="TorchScript"):
         with warnings.catch_warnings(action="ignore"):
             scripted = torch.jit.script(model)
         audit(scripted, x)
     with pytest.raises(ValueError, match="no module of that name"):
         audit(model, x, skip=["nowhere"])
+    with pytest.raises(ValueError, match="'nowhere', and the model has no module"):
+        audit(model, x, skip="nowhere")
     with pytest.raises(ValueError, match="known are V100, T4, A100"):
         audit(model, x, gpu="Voodoo2")
     with pytest.raises(ValueError, match="a GPU runs 'cuda'"):
@@ -950,7 +954,7 @@ def test_lab_audit_stays_the_function():
     import amp_lab as lab
     import amp_lab.audit
 
-    assert lab.audit is audit and lab.Audit is Audit
+    assert lab.audit is audit and lab.Audit is Audit and lab.AuditError is AuditError
     assert isinstance(lab.audit(nn.Linear(2, 2), torch.randn(1, 2)), lab.Audit)
 
 
@@ -1047,7 +1051,10 @@ def test_command_says_what_it_cannot_follow():
     [
         (["amp_lab.models:SmallCNN"], "no --input"),
         ([*CNN[:2], "8,1,28,28"], "is no shape"),
-        ([*CNN, "--input-dtype", "int65"], "is no dtype"),
+        ([*CNN, "--input-dtype", "int65"], "is no plain dtype"),
+        ([*CNN, "--input-dtype", "qint8"], "is no plain dtype"),
+        ([*CNN[:2], f"{10**11}x{10**11}"], "overflow"),
+        ([*CNN[:2], f"{10**20}x3"], "no input of shape"),
         ([*CNN, "--input-dtype", "int64", "--input-dtype", "int64"], "2 --input-dtype for 1"),
         ([*CNN, "--dtype", "float32"], "float16 or bfloat16"),
         ([*CNN, "--gpu", "Voodoo2"], "known are V100"),
