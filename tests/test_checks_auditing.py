@@ -128,6 +128,11 @@ def probability_cast_up(model, x, liked):
         return F.binary_cross_entropy(p.float(), liked)
 
 
+def loss_in_half(model, x, liked):
+    logits = model.score(x).squeeze(-1)
+    return F.binary_cross_entropy_with_logits(logits.half(), liked.half())
+
+
 def twice_a_sigmoid(model, x, liked):
     return F.binary_cross_entropy_with_logits(model(x), liked)
 
@@ -150,6 +155,22 @@ def one_product(model, x):
 
 def three_casts(model, x):
     x = model.norm(x)
+    return model.q(x), model.k(x), model.v(x)
+
+
+def cast_always(model, x):
+    x = model.norm(x)
+    x = x.to(torch.get_autocast_dtype(x.device.type))
+    return model.q(x), model.k(x), model.v(x)
+
+
+def three_norms(model, x):
+    return model.q(model.norm(x)), model.k(model.norm(x)), model.v(model.norm(x))
+
+
+def one_more_product(model, x):
+    x = model.norm(x)
+    x = x @ torch.eye(x.shape[-1], device=x.device)
     return model.q(x), model.k(x), model.v(x)
 
 
@@ -236,6 +257,7 @@ WRONG = [
     ("search", half_activations, "in plain FP32, it fails"),
     ("search", half_result, "no longer FP32: it holds a cast"),
     ("search", double, "FP64 input"),
+    ("search", lambda m, q, d: m(q, d), "84% of the FLOPs still run in FP32: autocast is off"),
     ("search", forgotten_scale, "differs from that of Search"),
     ("search", lambda m, q, d: m.nowhere(q), "your code raised AttributeError"),
     ("rating_loss", banned, "still raises on CUDA"),
@@ -243,6 +265,7 @@ WRONG = [
     ("rating_loss", off_for_the_cpu, "for x.device.type"),
     ("rating_loss", all_off, "autocast is off around a matrix product"),
     ("rating_loss", probability_cast_up, "the sigmoid runs in FP16"),
+    ("rating_loss", loss_in_half, "the loss is no longer FP32"),
     ("rating_loss", twice_a_sigmoid, "applies a sigmoid of its own"),
     ("rating_loss", lambda m, x, y: with_logits(m, x, y) * len(y), "sum over the batch"),
     ("rating_loss", lambda m, x, y: with_logits(m, x, y).detach(), "no gradient"),
@@ -251,6 +274,9 @@ WRONG = [
     ("project", three_casts, "layer_norm in model.norm is still cast 3 times"),
     ("project", cast_before, "you cast before the norm"),
     ("project", to_half, "in plain FP32, it fails"),
+    ("project", cast_always, "cast only where autocast is on"),
+    ("project", three_norms, "but the norm is: compute and cast it once"),
+    ("project", one_more_product, "more matrix products than q, k and v need"),
     ("project", to_half_if_autocast, "right for FP16, but under BF16"),
     ("project", cast_results, "results are no longer FP32"),
     ("project", projections_off, "autocast is off around a matrix product"),
@@ -263,6 +289,7 @@ WRONG = [
     ("to_blame", most(lambda r: r.with_autocast - r.without), "merely stays as it was"),
     ("to_blame", most(lambda r: r.with_autocast / max(r.without, 1)), "Subtract, do not divide"),
     ("to_blame", most(lambda r: r.weight_copies), "most weight copies"),
+    ("to_blame", most(lambda r: excess(r) - r.weight_copies), "left the weight copies out"),
     ("to_blame", most(lambda r: r.without - r.with_autocast), "saved* the most"),
     ("to_blame", most(lambda r: -excess(r)), "smallest excess"),
     ("to_blame", lambda report: "softmax", "it should be layer_norm, you returned softmax"),

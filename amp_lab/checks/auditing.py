@@ -47,7 +47,7 @@ def _run(attempt, make_model, *shapes):
                 raise
             raise Hint(
                 "without autocast, in plain FP32, it fails: two dtypes meet. Code for autocast must "
-                "run without it as well, so write no dtype down."
+                "run without it as well: write no dtype down, and cast only where autocast is on."
             ) from error
     if any(p.dtype is not torch.float32 for p in model.parameters()):
         raise Hint("the weights are no longer FP32. Cast activations, never modules.")
@@ -67,13 +67,13 @@ def _audit(attempt, model, *inputs, dtype=torch.float16):
         ) from error
 
 
-def _no_islands(report):
+def _no_islands(report, question=""):
     if report.islands:
         share = f"{1 - report.share_16_bit:.0%} of the FLOPs still run in FP32"
         if report.islands[0].cause.startswith("autocast is off"):
             raise Hint(
-                f"{share}: autocast is off around a matrix product. Which operation in the block is "
-                "the delicate one?"
+                f"{share}: autocast is off around a matrix product. Take the product out of that "
+                f"block.{question}"
             )
         raise Hint(f"{share}: {report.islands[0].cause}.")
 
@@ -92,8 +92,10 @@ class _Search(nn.Module):
 
     def forward(self, queries, documents):
         q, d = self.query(queries), self.document(documents)
-        scores = q @ d.T / q.shape[-1] ** 0.5
-        return self.rerank(scores.softmax(dim=-1) @ documents)
+        with torch.autocast("cuda", enabled=False):
+            scores = q.float() @ d.float().T / q.shape[-1] ** 0.5
+            found = scores.softmax(dim=-1) @ documents
+        return self.rerank(found)
 
 
 @exercise
@@ -111,7 +113,7 @@ def search(attempt):
     if got.shape != right.shape or not torch.allclose(got, right, atol=1e-4):
         raise Hint("without autocast the result differs from that of Search. Change dtypes only.")
     report = _audit(attempt, _Search(256).to("meta"), _meta(1024, 256), _meta(4096, 256))
-    _no_islands(report)
+    _no_islands(report, " Which operation in it is the delicate one?")
     if _runs_in_16_bits(report, "softmax"):
         raise Hint(
             "no island any more, but the softmax runs in 16 bits now: in a block with autocast off "
@@ -159,6 +161,8 @@ def rating_loss(attempt):
         raise Hint("the loss differs from F.binary_cross_entropy(model(x), liked) in FP32.")
     if not got.requires_grad:
         raise Hint("the right number, but no gradient can flow back from it.")
+    if got.dtype is not torch.float32:
+        raise Hint("without autocast the loss is no longer FP32: it holds a cast of your own.")
     report = _audit(attempt, _Rater(256).to("meta"), _meta(1024, 256), _meta(1024))
     if report.banned:
         raise Hint(
@@ -187,6 +191,11 @@ class _Projections(nn.Module):
     def forward(self, x):
         x = self.norm(x)
         return self.q(x), self.k(x), self.v(x)
+
+
+@cache
+def _projection_flops():
+    return audit(_Projections(256).to("meta"), _meta(4, 64, 256)).flops
 
 
 @exercise
@@ -222,7 +231,16 @@ def project(attempt):
             )
         if repeated:
             what = repeated[0]
-            raise Hint(f"{what.source} is still cast {what.casts} times. Who reads it?")
+            raise Hint(
+                f"{what.source} is still cast {what.casts} times. Who reads it? Let them read what "
+                "has been cast already."
+            )
+        if sum(row.calls for row in report.rows if "layer_norm" in row.op) > 1:
+            raise Hint("no cast is repeated, but the norm is: compute and cast it once.")
+        if report.flops > _projection_flops():
+            raise Hint(
+                "no cast is repeated, but there are more matrix products than q, k and v need."
+            )
     return "each tensor is cast once, under FP16 and BF16 autocast, and FP32 works without."
 
 
@@ -240,18 +258,20 @@ class _Pooled(nn.Module):
 
 @cache
 def _reports():
-    """Four audits, in each of which another wrong rule gives a wrong answer."""
+    """Five audits, in each of which another wrong rule gives a wrong answer."""
     with torch.device("meta"):
         tower = nn.Sequential(
             nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)
         )
         tower.append(nn.LayerNorm(64))
+        wide = nn.Sequential(nn.LayerNorm(1024), nn.Linear(1024, 1024), nn.ReLU())
         words, next_words = (torch.zeros(shape, dtype=torch.int64) for shape in ((512, 2), (512,)))
         return (
             audit(tower, _meta(4096, 64)),
             audit(_Pooled(), _meta(4, 2048, 256).requires_grad_()),
             audit(WordLM(2048), words, loss=F.cross_entropy, targets=next_words),
             audit(SmallCNN(), _meta(256, 1, 28, 28)),
+            audit(wide, _meta(64, 1024).requires_grad_()),
         )
 
 
@@ -263,6 +283,9 @@ _RULES = {
     "right": _most(lambda row: row.with_autocast - row.without / 2),
     "it keeps the most, but it did halve. You look for what should have halved and did not: compare "
     "with half of what it kept without autocast.": _most(lambda row: row.with_autocast),
+    "it kept the most before, but it did halve. Compare what it keeps with half of that.": _most(
+        lambda row: row.without
+    ),
     "it grew the most, but what merely stays as it was is in the way, too: half of it should be "
     "gone. Compare with half of what it kept without autocast.": _most(
         lambda row: row.with_autocast - row.without
@@ -272,6 +295,9 @@ _RULES = {
     ),
     "it has the most weight copies. They are one thing in the way; activations that stay FP32 "
     "are another.": _most(lambda row: row.weight_copies),
+    "you left the weight copies out. They are kept as well, and are in the way.": _most(
+        lambda row: row.with_autocast - row.weight_copies - row.without / 2
+    ),
     "it *saved* the most. You look for the opposite.": _most(
         lambda row: row.without - row.with_autocast
     ),
@@ -293,7 +319,7 @@ def to_blame(attempt):
         )
     right = [_RULES["right"](report) for report in _reports()]
     if answers == right:
-        return f"{', '.join(right)}: right for four models."
+        return f"{', '.join(right)}: right for five models."
     wrong = next(i for i, answer in enumerate(answers) if answer != right[i])
     for hint, rule in _RULES.items():
         if answers == [rule(report) for report in _reports()]:
