@@ -319,8 +319,7 @@ def scale_state_diagram() -> Canvas:
     _arrow(ax, (4.6, 2.7), (6.3, 3.5), "yes", (5.2, 3.3))
     _arrow(ax, (4.6, 1.7), (6.3, 0.7), "no: inf or NaN", (5.2, 0.95))
     _arrow(ax, (7.9, 3.0), (7.9, 2.7))
-    ax.plot([9.45, 9.8, 9.8, 9.45], [3.5, 3.5, 0.7, 0.7], color=BLACK, linewidth=1.8)
-    ax.plot([9.45, 9.8], [2.2, 2.2], color=BLACK, linewidth=1.8)
+    ax.plot([9.45, 9.8, 9.8, 9.45], [2.2, 2.2, 0.7, 0.7], color=BLACK, linewidth=1.8)
     ax.plot([9.8, 9.8, 1.35], [0.7, 0.1, 0.1], color=BLACK, linewidth=1.8)
     _arrow(ax, (1.35, 0.1), (1.35, 1.7), "next batch", (1.35, 0.9))
     return Canvas(

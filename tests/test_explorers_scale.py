@@ -175,3 +175,19 @@ def test_errors(gradients):
         lab.ScaleExplorer(histogram, format="FP8")
     with pytest.raises(ValueError, match="expected an integer from -16 to 48"):
         lab.ScaleExplorer(histogram, power=99)
+
+
+@pytest.mark.parametrize(
+    ("size", "best"), [(2.0**-149, 125), (2.0**127, -113), (2.0**-30, 16), (2.0**-60, 46)]
+)
+def test_a_best_scale_off_the_picture_is_named_and_not_drawn(size, best, recwarn):
+    panel = lab.ScaleExplorer(lab.ExponentHistogram.of(torch.tensor([size])))
+    assert panel._best_power == best
+    lower = panel.canvas.figure.axes[1]
+    (label,) = (t for t in lower.texts if "best_scale" in t.get_text())
+    assert f"{{{best}}}" in label.get_text()
+    outside = best not in POWERS
+    assert ("off this picture" in label.get_text()) == outside
+    assert POWERS[0] <= label.get_position()[0] <= POWERS[-1]
+    assert (len(lower.lines) == len(FORMATS) + 1) == outside  # shares and cursor, no marker
+    assert not [w for w in recwarn if "constrained_layout" in str(w.message)]

@@ -115,9 +115,15 @@ class ScaleExplorer(Panel):
             shares = [100 * shares[name] for shares in every]
             ax.plot(POWERS, shares, color=color, linestyle=style, linewidth=2.5, label=name)
         best = self._best_power
-        ax.axvline(best, color=BLACK, linestyle=":", linewidth=1.5)
-        ax.plot(best, 112, "v", color=BLACK, markersize=10, clip_on=False)
-        ax.text(best + 1, 108, f"best_scale, $2^{{{best}}}$", fontsize=12)
+        nearest = min(max(best, POWERS[0]), POWERS[-1])
+        label = f"best_scale, $2^{{{best}}}$"
+        if best == nearest:
+            ax.axvline(best, color=BLACK, linestyle=":", linewidth=1.5)
+            ax.plot(best, 112, "v", color=BLACK, markersize=10, clip_on=False)
+        else:
+            label += ", off this picture"
+        inward, align = (1, "left") if nearest < 24 else (-1, "right")
+        ax.text(nearest + inward, 108, label, ha=align, fontsize=12)
         ax.set(
             xlim=(POWERS[0], POWERS[-1]), ylim=(-4, 104), ylabel="share (%)", xlabel="loss scale"
         )
