@@ -65,12 +65,12 @@ def neighbor(device):
 
 
 def leftovers():
-    """Processes of this test: torchrun and its workers name the experiment on their command line."""
+    """Processes of this test: torchrun and its workers name the experiment, and work in our folder."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
+    for process in psutil.process_iter(["cmdline", "cwd", "status"]):
         line = " ".join(process.info["cmdline"] or [])
-        if "torch.distributed.run" in line or "-m amp_lab.distributed" in line:
-            if process.info["status"] != psutil.STATUS_ZOMBIE and "own_experiments:" in line:
+        if "-m amp_lab.distributed own_experiments:" in line and process.info["cwd"] == os.getcwd():
+            if process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(line)
     return found
 
