@@ -199,8 +199,9 @@ class PrecisionRace(Panel):
 
     def _start(self):
         self.models, self._optimizers = {}, {}
+        gpus = [self.device] if self.device.type == "cuda" else []
         for name in ENTRANTS:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(gpus):
                 torch.manual_seed(self._seed)
                 self.models[name] = self._make_model().to(self.device)
             self._optimizers[name] = torch.optim.AdamW(
