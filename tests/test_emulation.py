@@ -196,7 +196,7 @@ def test_it_nests():
 
 def test_it_is_left_on_an_exception():
     with pytest.raises(ZeroDivisionError), lab.tensor_core_emulation():
-        1 / 0
+        raise ZeroDivisionError
     with Seen() as seen:
         half(4, 4) @ half(4, 4)
     assert seen.dtypes == [torch.float16]
