@@ -7,14 +7,14 @@ top of them ("blitting").
 Source: matplotlib.org, "Faster rendering by using blitting".
 """
 
-import io
+import struct
+import zlib
 from collections.abc import Iterable
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
 # The colors of Okabe and Ito, which people with any kind of color vision can tell apart.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
@@ -99,13 +99,35 @@ class Canvas:
             self._agg.restore_region(self._background)
         for artist in self.moving:
             self.figure.draw_artist(artist)
-        image = Image.fromarray(np.asarray(self._agg.buffer_rgba())).convert("RGB")
-        data = io.BytesIO()
-        image.save(data, format="png", compress_level=1)
-        return data.getvalue()
+        return encode_png(np.asarray(self._agg.buffer_rgba())[..., :3])
 
     def __repr__(self):
         return self.alt
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return {"text/plain": self.alt, "image/png": self.png()}, {"image/png": {"alt": self.alt}}
+
+
+def encode_png(pixels: np.ndarray) -> bytes:
+    """Encode `pixels`, uint8 of shape (height, width, 3), as a PNG without row filters.
+
+    Image libraries try five filters on each row to make the file smaller. A figure of flat colors
+    does not get smaller by them, and leaving them out halves the time of a redraw.
+
+    Source: Portable Network Graphics (PNG) Specification, W3C, second edition, 2003.
+    """
+    height, width, _ = pixels.shape
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # each row begins with its filter: 0, none
+    rows[:, 1:] = pixels.reshape(height, -1)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checksum = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
+
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows.tobytes(), 1))
+        + chunk(b"IEND", b"")
+    )

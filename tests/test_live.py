@@ -11,7 +11,7 @@ from PIL import Image
 
 import amp_lab as lab
 from amp_lab import live
-from amp_lab.canvas import LOOKS, Canvas, look, new_figure
+from amp_lab.canvas import LOOKS, Canvas, encode_png, look, new_figure
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -49,6 +49,14 @@ def test_a_blitted_frame_equals_a_full_redraw():
     line.set_ydata([1, 0])
     assert not np.array_equal(first, second)
     assert np.array_equal(second, pixels(fresh.png()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 5, 3), (40, 7, 3)])
+def test_pngs_hold_the_pixels(shape):
+    expected = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    image = Image.open(io.BytesIO(encode_png(expected)))
+    image.verify()
+    assert np.array_equal(pixels(encode_png(expected)), expected)
 
 
 def test_what_does_not_move_is_redrawn_after_invalidate():
