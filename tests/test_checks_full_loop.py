@@ -199,6 +199,16 @@ def scheduled_if_not_none(optimizer, scaler, scheduler):
     return result is not None
 
 
+def scheduled_if_grown(optimizer, scaler, scheduler):
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    grown = scaler.get_scale() > scale
+    if grown:
+        scheduler.step()
+    return grown
+
+
 def compared_too_early(optimizer, scaler, scheduler):
     scale = scaler.get_scale()
     scaler.step(optimizer)
@@ -329,6 +339,18 @@ def accumulation(
             scaler.update()
 
     return attempt
+
+
+def unscaled_after_the_first(model, optimizer, scaler, micro_batches, max_norm):
+    """PyTorch lets this pass: the later gradients are added scaled."""
+    optimizer.zero_grad()
+    for index, (x, y) in enumerate(micro_batches):
+        scaler.scale(F.cross_entropy(model(x), y) / len(micro_batches)).backward()
+        if index == 0:
+            scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 # ---- resume ------------------------------------------------------------------------------------
@@ -472,6 +494,7 @@ WRONG = [
     ("scheduled_step", scheduled_if_equal, "The scale *grew* in this step"),
     ("scheduled_step", scheduled_if_optimizer_ran, "fused=True: the step was skipped, but"),
     ("scheduled_step", scheduled_if_not_none, "scaler.step returns None in either case"),
+    ("scheduled_step", scheduled_if_grown, "equal is good"),
     ("scheduled_step", scheduled_no_update, "is scaler.update() there"),
     ("scheduled_step", scheduled_no_step, "is scaler.step(optimizer) there"),
     ("scheduled_step", scheduled_plain_step, "use scaler.step(optimizer)"),
@@ -484,6 +507,7 @@ WRONG = [
     ("accumulated_step", accumulation(zero_first=False), "call zero_grad() before the loop"),
     ("accumulated_step", accumulation(step_inside=True), "made 4 steps for 4 micro-batches"),
     ("accumulated_step", accumulation(unscale_inside=True), "unscale_ was called twice"),
+    ("accumulated_step", unscaled_after_the_first, "unscale_ after the last backward pass"),
     ("accumulated_step", accumulation(clip="no"), "nothing was clipped"),
     ("accumulated_step", accumulation(clip="before"), "clipped before unscale_"),
     ("accumulated_step", accumulation(clip="inside"), "Clip once, after the loop"),

@@ -220,7 +220,8 @@ def _try_schedule(attempt, kind, overflow, growth_interval):
         if rate == 0.1:
             raise Hint(
                 f"{kind}: the weights moved, but the scheduler did not. Is scheduler.step() there? "
-                "(scaler.step returns None in either case here, so it cannot tell you.)"
+                "(scaler.step returns None in either case here, so it cannot tell you. And after most "
+                "good steps the scale is what it was: equal is good.)"
             )
     if rate not in (0.1, 0.05):
         raise Hint(f"the scheduler moved {round(math.log2(0.1 / rate))} times in one step.")
@@ -276,7 +277,8 @@ def accumulated_step(attempt):
     ratio = (moved.norm() / norm).item()
     if ratio > 100:
         raise Hint(
-            "scaled gradients reached the optimizer: use scaler.step(optimizer), not optimizer.step()."
+            "scaled gradients reached the optimizer: use scaler.step(optimizer), not optimizer.step(). "
+            "(And if you do: unscale_ after the last backward pass, or what comes later stays scaled.)"
         )
     if ratio < 0.01:
         raise Hint(
