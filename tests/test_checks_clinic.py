@@ -181,6 +181,7 @@ def without_scaler(model, optimizer, scaler, images, labels):
 
 WRONG["half"] += [
     (loop_of(without_scaler, nn.Module.half), "the weights are FP16"),
+    (loop_of(without_scaler), "the scaler is not used"),
     (loop_of(healthy_step, nn.Module.bfloat16), "a scaler on CUDA refuses BF16"),
     (loop_of(no_autocast), "no layer runs in 16 bits any more"),
     (loop_of(no_autocast, nn.Module.half), "is autocast on?"),
@@ -192,7 +193,7 @@ WRONG["half"] += [
 # --- 3: accumulation -----------------------------------------------------------------------------
 
 
-def accumulating(unscale="end", clip=True, step="end", update="end"):
+def accumulating(unscale="end", clip=True, step="end", update="end", zero=True):
     """The loop of patient 3, with each call "end" (of the accumulation), "each" time, or never."""
 
     def train(model, optimizer, scaler, micro_batches, accumulate=4):
@@ -211,7 +212,7 @@ def accumulating(unscale="end", clip=True, step="end", update="end"):
                 scaler.step(optimizer)
             if update in now:
                 scaler.update()
-            if step in now:
+            if step in now and zero:
                 optimizer.zero_grad()
 
     return train
@@ -239,6 +240,7 @@ WRONG["accumulation"] += [
     (accumulating(unscale="each", update="each", step="each"), "one step for each micro-batch"),
     (accumulating(unscale=None, clip=False), "not clipped to a norm of 0.1"),
     (accumulating(unscale=None), "clipped while they were still scaled"),
+    (accumulating(zero=False), "still there in the next"),
     (accumulating(update="each"), "update() runs in micro-batches without a step"),
     (accumulating(update=None), "unscale_ still runs more than once"),
 ]
@@ -343,6 +345,7 @@ WRONG["mask"] += [
     (masked(lambda s, hidden: s * ~hidden), "0 is not low"),
     (masked(lambda s, hidden: s), "the mask is not used"),
     (masked(lambda s, hidden: s.masked_fill(~hidden, torch.finfo(s.dtype).min)), "wrong way round"),
+    (masked(lambda s, hidden: s.masked_fill(~hidden, float("-inf"))), "wrong way round"),
     (masked(lambda s, hidden: s.masked_fill(hidden, -100.0)), "larger than those"),
     (masked_after, "no longer add up to 1"),
     (masked(lambda s, hidden: 2 * s.masked_fill(hidden, -1e4)), "wrong weights"),
@@ -457,6 +460,11 @@ def clamped(model, images, is_shoe):
 def island_for_the_wrong_device(model, images, is_shoe):
     with torch.autocast("cpu", enabled=False):
         return F.binary_cross_entropy(model(images).float().sigmoid().squeeze(1), is_shoe)
+
+
+@wrong("bce", "the sigmoid is taken twice")
+def sigmoid_twice(model, images, is_shoe):
+    return F.binary_cross_entropy_with_logits(torch.sigmoid(model(images)).squeeze(1), is_shoe)
 
 
 @wrong("bce", "the sum over the batch")
@@ -890,6 +898,7 @@ RIGHT["scores"] += [
 ]
 WRONG["scores"] += [
     (scored(lambda q, k: (q @ k.mT).float() / 8), "comes too late"),
+    (scored(lambda q, k: q.float() @ k.float().mT / 8), "undone by autocast"),
     (scored(lambda q, k: (q @ k.mT).clamp(max=65504) / 8), "the wrong answer"),
     (scored(lambda q, k: (q @ k.mT / 8).nan_to_num()), "the wrong answer"),
     (scored(lambda q, k: (q / 64) @ k.mT), "ordinary ones are not"),
@@ -1100,6 +1109,7 @@ RIGHT["function"] += [
 ]
 WRONG["function"] += [
     (product(custom_fwd()), "two dtypes still meet"),
+    (product(backward_by=custom_bwd), "custom_bwd needs custom_fwd"),
     (product(custom_fwd(cast_inputs=torch.float32), custom_bwd), "now runs in FP32"),
     (product(custom_fwd(cast_inputs=torch.float16), custom_bwd), "do not hard-code"),
     (product(cast=lambda t, grad: t.half()), "two dtypes still meet"),

@@ -84,6 +84,11 @@ def heal_half(attempt):
             ) from None
         raise
     patient.must_be_mixed()
+    if torch.float16 in patient.outputs and not patient.scaler.steps:
+        raise Hint(
+            "FP32 weights and FP16 products, but the scaler is not used: small gradients flush to 0, "
+            "and an overflow is not skipped."
+        )
     patient.must_match(fp32_update(batches), {})
     return "FP32 weights, 16-bit products, and the steps of FP32."
 
@@ -127,6 +132,11 @@ def heal_accumulation(attempt):
         "then clip.": fp32_update(batches, **right | {"max_norm": 0.1 / 1024}),
     }
     patient.must_match(fp32_update(batches, **right), mistakes)
+    unscaled = Patient(init_scale=1.0)  # old gradients are not drowned by the scale
+    treat(attempt, unscaled.model, unscaled.optimizer, unscaled.scaler, batches)
+    hint = "gradients of one update are still there in the next: zero_grad() belongs between them."
+    if distance(unscaled.update, fp32_update(batches, **right)) > 0.03:
+        raise Hint(hint)
     return "unscale, clip, step, update: once in four micro-batches."
 
 
@@ -218,8 +228,6 @@ def heal_mask(attempt):
             raise
         if not isinstance(out, torch.Tensor) or out.shape != v.shape:
             raise Hint(f"return a tensor of v's shape, {tuple(v.shape)}.")
-        if not out.isfinite().all():
-            raise Hint(f"there is inf or NaN in the output for {short(dtype)} inputs.")
         moved = (other - out).detach().float().abs().amax((1, 2)) > 0.01
         out_0, v_0 = out[0].detach().double(), v[0].detach().double()
         plain, right = exact_weights(q, k)[0], exact_weights(q, k, hidden)[0]
@@ -234,6 +242,8 @@ def heal_mask(attempt):
         }.items():
             if (out_0 - weights @ v_0).abs().max() < limit:
                 raise Hint(hint)
+        if not out.isfinite().all():
+            raise Hint(f"there is inf or NaN in the output for {short(dtype)} inputs.")
         if moved[0]:
             raise Hint(
                 "hidden keys still have some influence. A hidden key's score must be lower than any "
@@ -347,6 +357,12 @@ def heal_bce(attempt):
         return "CUDA allows it, and confident mistakes are corrected."
     if distance(gradient, len(logits) * right) < 0.02:
         raise Hint("this is the sum over the batch: the patient's loss was the mean.")
+    p = logits.sigmoid()
+    if distance(gradient, (p.sigmoid() - target) * p * (1 - p) / len(logits)) < 0.02:
+        raise Hint(
+            "the sigmoid is taken twice: the version with logits has its own, so hand it what the "
+            "model returns."
+        )
     if not gradient[2].abs() > 0.1 * right[2]:
         raise Hint(
             "for a logit of 12 and the answer 'no shoe' the gradient is 0 or NaN, so this mistake is "

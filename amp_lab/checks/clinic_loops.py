@@ -46,7 +46,7 @@ def heal_first_scale(attempt):
     if not scaler.is_enabled():
         raise Hint(
             "a scaler that is switched off skips nothing, and rescues nothing: small gradients flush "
-            "to 0. Keep it on, and start lower."
+            'to 0. Keep it on, and start lower. (Without "cpu" it waits for a GPU.)'
         )
     # Gradients from 200 downwards, each half of the one before, through an FP16 backward pass.
     magnitudes = 200 * 2.0 ** -torch.arange(40.0)
@@ -287,7 +287,8 @@ def heal_vanishing(attempt):
     if seen["zeros"] > 0.1:
         raise Hint(
             "more than a tenth of the last layer's gradients are exactly 0. They must be lifted "
-            "before FP16 rounds them, by scaling the loss; or be held in BF16."
+            "before FP16 rounds them, by scaling the loss; or be held in BF16. (A GradScaler without "
+            '"cpu" is off where there is no GPU.)'
         )
     patient.must_match(right, {}, tolerance=0.05)
 

@@ -31,7 +31,8 @@ def heal_scores(attempt):
         if not out.isfinite().all():
             raise Hint(
                 "the output is still NaN where q.k is beyond 65504. It becomes inf inside the product: "
-                "whatever you do to the scores afterwards comes too late."
+                "whatever you do to the scores afterwards comes too late, and .float() on q and k is "
+                "undone by autocast."
             )
         exact = exact_weights(*half[:2]) @ half[2].detach().double()
         if (out.detach().double() - exact).abs().max() > 0.05:
@@ -113,9 +114,9 @@ def heal_standardize(attempt):
         # The gradients of a mean over 4 x 64 numbers, scaled by 1024.
         weights = torch.randn(4, 64, generator=generator)
         hint = (
-            f"forward is finite, but the gradients of a row without contrast overflow {short(dtype)}: "
-            "backward multiplies by 1/eps. Choose an eps that both directions can bear, about 1e-3, or "
-            "layer_norm's, which stands inside the root."
+            "forward is finite, but the gradients of a row without contrast are not, in "
+            f"{short(dtype)}: backward multiplies by 1/eps. Choose an eps that both directions can "
+            "bear, about 1e-3, or layer_norm's, which stands inside the root."
         )
         must_be_differentiable(out, [x], hint, weights * 1024 / weights.numel())
     return "an eps that FP16 can hold, forward and backward."
@@ -200,7 +201,14 @@ def heal_function(attempt):
             if "same dtype" in str(error):
                 raise Hint(
                     f"two dtypes still meet, {short(dtype)} autocast: grad has the dtype of the "
-                    "output, the saved tensors that of the inputs, and autocast is off in backward."
+                    "output, the saved tensors that of the inputs, and autocast is off in backward. "
+                    "(custom_fwd and custom_bwd do nothing for another device_type.)"
+                ) from None
+            raise
+        except AttributeError as error:
+            if "_fwd_used_autocast" in str(error):
+                raise Hint(
+                    "custom_bwd needs custom_fwd on forward, which notes the autocast state for it."
                 ) from None
             raise
         if dtype in HALF and out.dtype is torch.float32:
@@ -217,4 +225,4 @@ def heal_function(attempt):
         for name, got, right in (("x", x.grad, right_x), ("weight", w.grad, right_w)):
             if got is None or not (got - right).norm() < limit * right.norm():
                 raise Hint(f"the gradient of {name} is wrong under {short(dtype)}.")
-    return "16 bits in both directions, and FP32 where autocast is off."
+    return "16 bits under autocast, right gradients, and FP32 where autocast is off."
