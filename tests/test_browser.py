@@ -73,3 +73,67 @@ print("consistent:", steps == {len(seen) - skipped + 3} and step.loss < 3)
         page.locator(".jp-CodeCell").nth(1).click()
         page.keyboard.press("Shift+Enter")
         page.wait_for_selector(".jp-CodeCell >> nth=1 >> .jp-OutputArea >> text=consistent: True")
+
+
+def test_explorers_follow_mouse_and_keyboard(tmp_path):
+    setup = "import torch\nimport amp_lab as lab\n\ntorch.manual_seed(0)"
+    scale = "lab.ScaleExplorer(lab.ExponentHistogram.of(1e-6 * torch.randn(10_000)))"
+    with lab_browser.opened(
+        write_notebook(tmp_path / "panels.ipynb", setup, scale, "lab.FormatExplorer('1')")
+    ) as lab:
+        lab.run_all()
+        page = lab.page
+
+        cell = lab.cell("ScaleExplorer")
+        before, text = lab.images(cell), cell.locator(".jp-OutputArea").inner_text()
+        cell.get_by_role("slider").first.focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(1000)
+        assert lab.images(cell) != before
+        assert cell.locator(".jp-OutputArea").inner_text() != text
+
+        cell = lab.cell("FormatExplorer")
+        number = cell.get_by_label("number")
+        bits = cell.locator(".jupyter-widgets.widget-toggle-button")
+        bits.nth(0).click()
+        page.wait_for_timeout(1000)
+        assert number.input_value() == "-1.0", "the sign bit, by mouse"
+        bits.nth(15).focus()
+        page.keyboard.press("Space")
+        page.wait_for_timeout(1000)
+        assert number.input_value() == "-1.0009765625", "the last mantissa bit, by keyboard"
+        before = lab.images(cell)
+        number.fill("banana")
+        number.press("Enter")
+        page.wait_for_timeout(1000)
+        assert "Nothing changed" in cell.locator(".jp-OutputArea").inner_text()
+        assert lab.images(cell) == before
+        assert lab.errors == []
+
+
+def test_the_race_leaves_the_notebook_free(tmp_path):
+    race = "import amp_lab as lab\n\nrace = lab.PrecisionRace()\nrace"
+    with lab_browser.opened(
+        write_notebook(tmp_path / "race.ipynb", race, "print('steps so far', 6 * 7)")
+    ) as lab:
+        lab.run_all()
+        cell, page = lab.cell("PrecisionRace"), lab.page
+        before = lab.images(cell)
+        cell.get_by_role("button", name="play").first.click()
+        page.wait_for_timeout(5000)
+        running = lab.images(cell)
+        assert running != before, "it plays"
+
+        other = page.locator(".jp-CodeCell").nth(1)
+        other.click()
+        page.keyboard.press("Shift+Enter")
+        other.locator(".jp-InputPrompt", has_text="[3]").wait_for(timeout=20_000)
+        page.wait_for_timeout(3000)
+        assert lab.images(cell) != running, "it plays on while another cell ran"
+
+        cell.get_by_role("button", name="pause").first.click()
+        page.wait_for_timeout(2000)
+        paused = lab.images(cell)
+        page.wait_for_timeout(2000)
+        assert lab.images(cell) == paused
+        assert lab.errors == []
