@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .dryrun import CAST_BY_AUTOCAST, DryRun, dry_run
+from .tables import as_text, short
 
 
 class Policy(Enum):
@@ -167,7 +168,7 @@ class OpTable:
         )
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        half = _short(self.dtype)
+        half = short(self.dtype)
         header = ["operation", "group", "policy", "FP32 in", f"{half} in", "mixed in", "note"]
         return header, [
             [r.name, r.group, _label(r.policy), r.fp32, r.half, r.mixed, r.note] for r in self.rows
@@ -175,7 +176,7 @@ class OpTable:
 
     def __repr__(self) -> str:
         title = f"{len(self)} operations under autocast({self.device_type!r}, {self.dtype})"
-        return title + "\n" + _as_text(*self._cells())
+        return title + "\n" + as_text(*self._cells())
 
     def _repr_html_(self) -> str:
         return _as_html(*self._cells())
@@ -210,7 +211,7 @@ class OpDifferences:
         ]
 
     def __repr__(self) -> str:
-        return _as_text(*self._cells())
+        return as_text(*self._cells())
 
     def _repr_html_(self) -> str:
         return _as_html(*self._cells())
@@ -259,7 +260,7 @@ class _Run:
         if self.error is not None:
             return "raises"
         if self.returned is not None:
-            return _short(self.returned)
+            return short(self.returned)
         return "no tensor" if self.kernels.unanswered is None else "?"
 
 
@@ -400,7 +401,7 @@ def _confirm_mixed(op: Op, dtype: torch.dtype, device_type: str, fn: Callable, a
             zeros = [real(i, x, wide_first) for i, x in enumerate(leaves)]
             try:
                 result = fn(*tree_unflatten(zeros, spec))
-                came_out.append(_short(result.dtype) if isinstance(result, torch.Tensor) else "?")
+                came_out.append(short(result.dtype) if isinstance(result, torch.Tensor) else "?")
             except RuntimeError:
                 came_out.append("raises")
     on_cpu = " or ".join(dict.fromkeys(came_out))
@@ -411,7 +412,7 @@ def _confirm_mixed(op: Op, dtype: torch.dtype, device_type: str, fn: Callable, a
         note = "ordinary type promotion"
     elif on_cpu == "raises":
         note = "mixed inputs raise"
-    elif came_out == ["FP32", _short(dtype)]:
+    elif came_out == ["FP32", short(dtype)]:
         note = "its first input decides"
     else:
         note = op.note
@@ -429,11 +430,11 @@ def _reason(a: Op, b: Op, left: OpTable, right: OpTable) -> str:
 
     def in_parts(op: Op, table: OpTable) -> bool:
         """Autocast met the operation's parts, not the operation itself."""
-        as_one = {_short(table.dtype), "?", ""}
+        as_one = {short(table.dtype), "?", ""}
         return op.policy is Policy.LOWER_PRECISION and not {op.fp32, op.mixed} <= as_one
 
     def side(op: Op, table: OpTable) -> str:
-        half = _short(table.dtype)
+        half = short(table.dtype)
         if in_parts(op, table):
             mixed = "mixed inputs raise" if op.mixed == "raises" else f"{op.fp32} comes out"
             return f"a composition, whose matrix products run in {half}; {mixed}"
@@ -475,22 +476,8 @@ def _why(run: _Run) -> str:
     return (str(run.error).strip().splitlines() or [type(run.error).__name__])[0].rstrip(".")
 
 
-def _short(dtype: torch.dtype) -> str:
-    names = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
-
-
 def _label(policy: Policy | None) -> str:
     return "not asked" if policy is None else str(policy)
-
-
-def _as_text(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def _as_html(header: list[str], rows: list[list[str]]) -> str:
